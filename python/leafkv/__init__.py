@@ -1,0 +1,25 @@
+"""LeafKV: a paged KV cache with a radix-tree prefix cache, and the attention that reads it."""
+
+from __future__ import annotations
+
+from leafkv._core import __version__
+from leafkv.errors import (
+    InvalidInputError,
+    InvariantError,
+    LeafKVError,
+    MissingExtraError,
+    ModelLoadError,
+    OutOfBlocksError,
+    UnknownSequenceError,
+)
+
+__all__ = [
+    "InvalidInputError",
+    "InvariantError",
+    "LeafKVError",
+    "MissingExtraError",
+    "ModelLoadError",
+    "OutOfBlocksError",
+    "UnknownSequenceError",
+    "__version__",
+]

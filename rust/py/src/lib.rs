@@ -1,0 +1,14 @@
+//! `leafkv._core`: the thin face of `leafkv-core` towards Python. It converts, and decides nothing.
+
+mod error;
+
+/// The extension module `leafkv._core`.
+#[pyo3::pymodule(gil_used = false)]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}
