@@ -74,7 +74,7 @@ fn op() -> impl Strategy<Value = Op> {
     let token = || proptest::bool::weighted(0.12).prop_map(TokenId::from);
     let tokens = move |max: usize| proptest::collection::vec(token(), 0..=max);
     let over = || prop_oneof![1 => Just(0_usize), 8 => Just(1), 3 => 2..9_usize];
-    let next = proptest::option::of(token());
+    let next = proptest::option::weighted(0.3, token());
     prop_oneof![
         6 => (new_id(), tokens(14), 0..2_u8).prop_map(|(id, tokens, namespace)| Op::Begin { id, tokens, namespace }),
         3 => (id(), 0..4_usize).prop_map(|(id, n)| Op::Grow { id, n }),
@@ -548,9 +548,7 @@ impl World {
             .get(sequence.known.len()..n)
             .unwrap_or_default()
             .to_vec();
-        if sequence.known.len() + new_tokens.len() == n {
-            new_tokens.extend(next);
-        }
+        new_tokens.extend(next);
         let within = (sequence.committed..=sequence.reserved).contains(&n);
         if within && n > sequence.written.len() && sequence.known.len() + new_tokens.len() >= n {
             return Ok(()); // The manager believes what it is told about writing.
@@ -606,8 +604,11 @@ impl World {
             }
         }
         sequence.committed = n;
-        if sequence.known.len() > n && sequence.written.get(n) != sequence.known.get(n) {
-            sequence.written.truncate(n);
+        // Drafts that turned out differently are to be written again.
+        let pairs = sequence.written.iter().zip(&sequence.known);
+        let right = pairs.take_while(|(a, b)| a == b).count();
+        if right < sequence.known.len() {
+            sequence.written.truncate(right);
         }
         Ok(())
     }
