@@ -6,10 +6,13 @@
 //! * **Attention**: reading and writing the KV memory that those blocks name.
 
 mod block;
+mod check;
 mod error;
 mod manager;
 mod pool;
 mod radix;
+mod sequence;
+mod slab;
 mod store;
 
 pub use block::{BlockCopy, BlockId, SequenceId, TokenId};
