@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from leafkv._core import __version__
 from leafkv.errors import (
+    InsufficientMemoryError,
     InvalidInputError,
     InvariantError,
     LeafKVError,
@@ -14,6 +15,7 @@ from leafkv.errors import (
 )
 
 __all__ = [
+    "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
     "LeafKVError",
