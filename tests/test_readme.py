@@ -21,7 +21,7 @@ def test_the_three_faces_are_shown() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda code: code.strip().splitlines()[0])
 def test_example(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "readme"}
-    exec(compile(example, str(README), "exec"), namespace)  # noqa: S102
+    exec(compile(example, str(README), "exec"), namespace)
     printed = capsys.readouterr().out.splitlines()
     # `print(...)  # text` promises a line of output.
     promised = re.findall(r"^\s*print\(.*\)  # (.+)$", example, re.MULTILINE)

@@ -16,9 +16,7 @@ from leafkv.kv import KVCache
 BLOCKS, LAYERS, HEADS, DIM = 5, 3, 2, 8
 KINDS = [
     (dtype, layout, block_size)
-    for dtype, layout, block_size in product(
-        ("float32", "float16", "bfloat16"), ("rows", "tiled"), (1, 8, 16, 32)
-    )
+    for dtype, layout, block_size in product(("float32", "float16", "bfloat16"), ("rows", "tiled"), (1, 8, 16, 32))
     if layout == "rows" or block_size % 16 == 0
 ]
 

@@ -42,9 +42,7 @@ def load_with_progress(model: str | None, console: Console) -> LoadedModel:
         task = bar.add_task("loading", total=None)
         return load_model(
             model,
-            progress=lambda done, total, label: bar.update(
-                task, completed=done, total=total, description=label
-            ),
+            progress=lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
         )
 
 

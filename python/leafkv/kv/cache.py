@@ -95,7 +95,7 @@ class KVCache:
         num_layers: int, num_kv_heads: int, head_dim: int, block_size: int = 16, dtype: str = "float32"
     ) -> int:
         """Bytes of one block: all layers, keys and values."""
-        itemsize = np.dtype(DTYPES[dtype]).itemsize
+        itemsize: int = np.dtype(DTYPES[dtype]).itemsize
         return int(num_layers) * int(num_kv_heads) * 2 * int(block_size) * int(head_dim) * itemsize
 
     @property
@@ -111,9 +111,7 @@ class KVCache:
         """
         return self._views[index]
 
-    def write(
-        self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]
-    ) -> None:
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         """Store the keys and values, float32 ``[T, num_kv_heads, head_dim]``, of T tokens at ``slots`` [T]."""
         _core.write_kv(key, value, *self._views[layer], slots)
 

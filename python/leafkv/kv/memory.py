@@ -45,9 +45,7 @@ def size_from_memory(block_nbytes: int, *, max_blocks: int, fraction: float = 0.
     if not 0 < fraction <= 1:
         raise InvalidInputError(f"fraction: {fraction} is not in (0, 1]")
     if block_nbytes < 1 or max_blocks < 1:
-        raise InvalidInputError(
-            f"block_nbytes and max_blocks must be at least 1, not {block_nbytes} and {max_blocks}"
-        )
+        raise InvalidInputError(f"block_nbytes and max_blocks must be at least 1, not {block_nbytes} and {max_blocks}")
     available = available_memory()
     fit = int(available * fraction) // block_nbytes
     if fit < 1:
