@@ -78,9 +78,7 @@ def config_from_hf(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) 
     if head_dim is None:
         # Transformers gives every Qwen3 heads of 128; the others share out the hidden size.
         if architecture != "qwen3" and hidden % num_heads:
-            raise ModelLoadError(
-                f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({num_heads})"
-            )
+            raise ModelLoadError(f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({num_heads})")
         head_dim = 128 if architecture == "qwen3" else hidden // num_heads
     theta, scaling = _rope(raw, positions)
     window, full_layers = _window(raw, architecture, num_layers)

@@ -158,9 +158,7 @@ class _Header:
         self._at = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
-            raise ModelLoadError(
-                f"GGUF version {version} is not supported (supported: 2 and 3, little-endian)"
-            )
+            raise ModelLoadError(f"GGUF version {version} is not supported (supported: 2 and 3, little-endian)")
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_pairs):

@@ -91,9 +91,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], config: ModelConfig) -> Tok
         raise ModelLoadError(f"{_KEY}model = {model!r} is not supported (supported: 'gpt2', 'llama')")
 
     added = require("tokenizers", "models").AddedToken
-    marked = [
-        (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in {_CONTROL, _USER_DEFINED}
-    ]
+    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in {_CONTROL, _USER_DEFINED}]
     # All are found in text as they stand; "special" only says that decoding may skip them.
     backend.add_tokens([added(token, special=kind == _CONTROL, normalized=False) for token, kind in marked])
     _surround(metadata, tokens, backend, add_bos)
@@ -102,9 +100,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], config: ModelConfig) -> Tok
         backend,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
-        chat_template=None
-        if template is None
-        else ChatTemplate(template, _template_tokens(metadata, tokens)),
+        chat_template=None if template is None else ChatTemplate(template, _template_tokens(metadata, tokens)),
     )
 
 

@@ -73,9 +73,7 @@ class WeightsCache:
         """Whether a model of these parameters may be stored at all."""
         return sum(parameter.nbytes for parameter in parameters) <= self.max_bytes
 
-    def load(
-        self, key: str, parameters: Sequence[Parameter], progress: Progress | None = None
-    ) -> Weights | None:
+    def load(self, key: str, parameters: Sequence[Parameter], progress: Progress | None = None) -> Weights | None:
         """The arrays of an entry, mapped read-only; None if there is no whole, undamaged one."""
         path = self._path(key)
         try:
