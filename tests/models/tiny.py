@@ -101,9 +101,13 @@ def write_gguf(
     *,
     quantization: str = "F32",
     extra: dict[str, Any] | None = None,
+    more: dict[str, NDArray[Any]] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
-    """A GGUF file as llama.cpp's converter writes it: Llama's queries and keys have their rows interleaved."""
+    """A GGUF file as llama.cpp's converter writes it: Llama's queries and keys have their rows interleaved.
+
+    ``extra`` are options, ``more`` tensors under their GGUF names, ``without`` names of tensors to leave out.
+    """
     import gguf  # noqa: PLC0415
 
     config = config_from_hf(raw)
@@ -121,9 +125,9 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    letters = [chr(ord("A") + i) for i in range(VOCAB_SIZE - 3)]
-    writer.add_token_list(["<unk>", "<s>", "</s>", *letters])
-    writer.add_token_types([3, 3, 3] + [1] * len(letters))
+    pieces = [*(chr(ord("A") + i) for i in range(VOCAB_SIZE - 4)), "AB"]
+    writer.add_token_list(["<unk>", "<s>", "</s>", *pieces])
+    writer.add_token_types([3, 3, 3] + [1] * len(pieces))
     writer.add_token_merges(["A B"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -141,6 +145,8 @@ def write_gguf(
             continue
         kind = gguf.GGMLQuantizationType[quantization if values.ndim == 2 else "F32"]
         writer.add_tensor(gguf_name, gguf.quantize(stored, kind), raw_dtype=kind)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
