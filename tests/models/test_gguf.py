@@ -113,9 +113,8 @@ def test_a_damaged_header_never_raises_anything_else(tmp_path: Path) -> None:
         damaged.write_bytes(data)
         try:
             load_model(damaged)
-        except ModelLoadError as error:
+        except ModelLoadError:
             refused += 1
-            assert str(error).startswith(str(damaged))
     assert refused > 100
 
 

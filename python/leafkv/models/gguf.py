@@ -10,6 +10,7 @@ half-rotation order, in which Hugging Face files have them. Qwen's are stored as
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import re
 import struct
@@ -96,6 +97,10 @@ class GGUFFile:
         if factors := self._tensors.pop(ROPE_FACTORS, None):
             self.rope_factors = np.empty(factors.shape, dtype=np.float32)
             self._dequantize(factors, self.rope_factors)
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file, in hex: some 2 GB/s where the CPU has instructions for it."""
+        return hashlib.sha256(self.data).hexdigest()
 
     @property
     def tensor_names(self) -> set[str]:
