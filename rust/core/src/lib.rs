@@ -5,6 +5,14 @@
 //! * **Bookkeeping**: who owns which block, and which prefixes are already computed.
 //! * **Attention**: reading and writing the KV memory that those blocks name.
 
+mod block;
 mod error;
+mod manager;
+mod pool;
+mod radix;
+mod store;
 
+pub use block::{BlockCopy, BlockId, SequenceId, TokenId};
 pub use error::{Error, Result};
+pub use manager::{Admission, KvManager, Stats};
+pub use radix::{BlockHash, hash_block};
