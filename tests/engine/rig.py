@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.toy import ToyLoaded, ToyModel, ToyTokenizer
 from leafkv import LLM, RequestOutput, SamplingParams
 from leafkv.engine.request import Request, Status
+
+from .toy import ToyLoaded, ToyModel, ToyTokenizer
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:

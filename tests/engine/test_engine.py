@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.rig import Rig, greedy
-from engine.toy import EOS, ToyModel, reference
 from leafkv import InvalidInputError, LeafKVError
 from leafkv.engine.request import Request, Status
+
+from .rig import Rig, greedy
+from .toy import EOS, ToyModel, reference
 
 
 def serves_on(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 import leafkv
-from engine.rig import greedy, make_llm
-from engine.toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
 from leafkv import LLM, InvalidInputError, SamplingParams
+
+from .rig import greedy, make_llm
+from .toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def drained(llm: LLM) -> bool:
 
 
 def test_results_come_in_order_with_vllm_names(llm: LLM) -> None:
-    prompts = ["HELLO", [1, 2, 3], {"prompt": "WORLD"}, {"prompt_token_ids": [4, 5]}, np.array([6, 7])]
+    prompts: list[Any] = ["HELLO", [1, 2, 3], {"prompt": "WORLD"}, {"prompt_token_ids": [4, 5]}, np.array([6, 7])]
     lengths = [9, 1, 5, 3, 7]
     outputs = llm.generate(prompts, [greedy(n, ignore_eos=True) for n in lengths], use_tqdm=False)
     tokenizer = ToyTokenizer()
@@ -158,7 +160,7 @@ def test_good_sampling_params() -> None:
     "params", ["greedy", {"temperature": 0}, [SamplingParams()], [SamplingParams(), None], [None] * 3, 3]
 )
 def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
-    bad = [SamplingParams(), "x"] if params == [SamplingParams(), None] else params
+    bad: Any = [SamplingParams(), "x"] if params == [SamplingParams(), None] else params
     with pytest.raises(InvalidInputError, match="sampling_params"):
         llm.generate([[1], [2]], bad)
     assert drained(llm)
@@ -206,7 +208,7 @@ def test_a_stream_is_the_answer_piece_by_piece(llm: LLM) -> None:
     seen = list(llm.stream("HELLO", greedy(12)))
     assert [len(output.outputs[0].token_ids) for output in seen] == [*range(1, len(expected.token_ids) + 1)]
     assert seen[-1].outputs[0] == expected
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in itertools.pairwise(seen):
         assert after.outputs[0].text.startswith(before.outputs[0].text)
         assert not before.finished
     assert seen[-1].finished
@@ -233,11 +235,15 @@ def test_a_stream_dropped_within_a_step_is_aborted() -> None:
     """The garbage collector may run anywhere."""
     model = ToyModel()
     llm = make_llm(model)
-    streams = [llm.stream([i] * 4, greedy(30, ignore_eos=True)) for i in (1, 2)]
+    streams: list[Any] = [llm.stream([i] * 4, greedy(30, ignore_eos=True)) for i in (1, 2)]
     for stream in streams:
         next(stream)
-    model.before_forward = lambda batch: streams[:1] and streams.pop(0).close() if len(streams) == 2 else None  # type: ignore[attr-defined]
-    kept = streams[1]
+    dropped, kept = streams
+
+    def drop(batch: Any) -> None:
+        dropped.close()
+
+    model.before_forward = drop
     assert len(next(kept).outputs[0].token_ids) >= 2
     assert llm.stats().running == 1
     assert list(kept)[-1].outputs[0].token_ids == reference([2] * 4, 30, ignore_eos=True)

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.rig import Rig
-from engine.toy import ToyModel
 from leafkv import SamplingParams
 from leafkv.engine.request import Request
 from leafkv.engine.sampler import INVALID, draw, likelihoods, sample
+
+from .rig import Rig
+from .toy import ToyModel
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 def kept(logits: NDArray[np.float32] = LOGITS, **options: Any) -> list[int]:
-    return np.flatnonzero(likelihoods(logits, SamplingParams(**options))).tolist()
+    return list(np.flatnonzero(likelihoods(logits, SamplingParams(**options))))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from engine.rig import Rig, greedy
-from engine.toy import VOCAB, ToyModel, reference, reference_logits
 from leafkv.engine.request import Status
+
+from .rig import Rig, greedy
+from .toy import VOCAB, ToyModel, reference, reference_logits
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -77,11 +78,11 @@ def test_a_waiter_lets_others_pass_and_outlives_its_leader() -> None:
     model.before_forward = lambda batch: rig.engine.abort_request(leader.request_id)
     rig.step()
     assert waiter.leader is leader
-    assert waiter.status is Status.WAITING
-    assert other.status is Status.RUNNING, "a waiter blocks those behind it"
+    assert rig.scheduler.waiting == [waiter]
+    assert rig.scheduler.running == [other], "a waiter blocks those behind it"
     model.before_forward = lambda batch: None
     rig.step()
-    assert waiter.status is Status.RUNNING
+    assert waiter in rig.scheduler.running
     assert waiter.num_cached_tokens == 0, "the leader has committed nothing"
     assert rig.run()[waiter.request_id].outputs[0].token_ids == reference([*shared, 2], 4)
 
@@ -186,7 +187,7 @@ def test_chunks_and_hits_do_not_change_the_logits(budget: int) -> None:
     prompt = [i * 5 % VOCAB for i in range(18)]
     seen = []
     model = ToyModel(after_forward=lambda logits: seen.extend(logits.copy()))
-    for cached in range(0, len(prompt) + 1):
+    for cached in range(len(prompt) + 1):
         rig = Rig(model, max_num_batched_tokens=budget)
         if cached:
             rig.add(prompt[:cached], greedy(1))

@@ -33,11 +33,11 @@ LOGITS = _rng.standard_normal((PRIME, VOCAB)).astype(np.float32)
 MIX = _rng.integers(1, PRIME, DIM)
 
 
-def first_values(tokens: NDArray[Any], positions: NDArray[Any]) -> NDArray[np.int64]:
+def first_values(tokens: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
     return BY_TOKEN[tokens] + BY_POSITION[positions % len(BY_POSITION)]
 
 
-def state(sums: NDArray[np.int64]) -> NDArray[np.int64]:
+def state(sums: NDArray[Any]) -> Any:
     return (sums * MIX).sum(axis=-1) % PRIME
 
 
@@ -87,8 +87,8 @@ class ToyModel:
         return logits
 
     def _layer(
-        self, index: int, values: NDArray[np.int64], visible: NDArray[Any], batch: Batch, cache: KVCache
-    ) -> NDArray[np.int64]:
+        self, index: int, values: NDArray[Any], visible: NDArray[Any], batch: Batch, cache: KVCache
+    ) -> NDArray[Any]:
         keys, stored = cache.layer(index)
         rows = values.astype(np.float32)[:, None, :]
         write_kv(rows, rows, keys, stored, batch.slots)

@@ -12,10 +12,11 @@ from leafkv.errors import InvalidInputError
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """``value`` as an int from ``low`` to ``high``; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < low or (high is not None and number > high):
         bound = f">= {low}" if high is None else f"from {low} to {high}"
         raise InvalidInputError(f"{name}: expected an integer {bound}, got {value!r}")
-    return int(value)
+    return number
 
 
 def check_number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:

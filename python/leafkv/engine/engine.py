@@ -139,7 +139,7 @@ class Engine:
         self._steps += 1
         try:
             tokens = self._compute(work)
-        except Exception as error:  # noqa: BLE001 (whatever it is, these requests end with it)
+        except Exception as error:  # whatever it is, these requests end with it
             # What the step has written is not committed: nobody will find it.
             for request, _ in work:
                 if request.finish_reason is None:
@@ -170,19 +170,18 @@ class Engine:
 
     def _advance(self, request: Request, n: int, token: int | None) -> None:
         """Account for ``n`` computed tokens and, if there is one, the next token."""
+        if token == INVALID:
+            what = f"request {request.request_id}: the logits after {len(request.tokens)} tokens are not a distribution"
+            self._finish(request, "error", LeafKVError(f"{what} (NaN, infinite, or all -inf)"))
+            return
         try:
-            if token == INVALID:
-                raise LeafKVError(
-                    f"request {request.request_id}: the model's logits after {len(request.tokens)} tokens are not a "
-                    "distribution (NaN, infinite, or all -inf)"
-                )
             done = request.num_computed_tokens
             self.manager.commit(request.number, done + n, () if token is None else (token,))
             request.num_computed_tokens = done + n
             self._computed_prompt_tokens += max(0, min(done + n, len(request.prompt_token_ids)) - done)
             if token is not None:
                 self._append(request, token)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's alone)
+        except Exception as error:  # whatever it is, it is this request's alone
             self._finish(request, "error", error)
 
     def _append(self, request: Request, token: int) -> None:

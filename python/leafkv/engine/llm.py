@@ -66,24 +66,21 @@ class LLM:
         check_integer("block_size", block_size, 1)
         check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
         check_integer("max_num_seqs", max_num_seqs, 1)
-        for name, size in (
+        for name, limit in (
             ("num_blocks", num_blocks),
             ("max_model_len", max_model_len),
             ("num_threads", num_threads),
         ):
-            if size is not None:
-                check_integer(name, size, 1)
+            if limit is not None:
+                check_integer(name, limit, 1)
         if dtype not in ("auto", "float32"):
             raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
         if kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise InvalidInputError(
                 f"kv_cache_dtype: expected auto, float32, float16 or bfloat16, got {kv_cache_dtype!r}"
             )
-        if model is None or isinstance(model, (str, Path)):
-            from leafkv.models import load_model  # noqa: PLC0415 (needs the extra)
-
-            model = load_model(model)
-        config = model.config
+        loaded = _load(model)
+        config = loaded.config
         context = config.max_position_embeddings
         if max_model_len is not None and max_model_len > context:
             raise InvalidInputError(f"max_model_len: {max_model_len} is beyond the model's context of {context}")
@@ -91,14 +88,13 @@ class LLM:
         kv_dtype = "float32" if kv_cache_dtype == "auto" else kv_cache_dtype
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
         if num_blocks is None:
-            size = size_from_memory(
-                KVCache.nbytes_of_block(*shape), max_blocks=max_num_seqs * -(-max_model_len // block_size)
-            )
+            most = max_num_seqs * -(-max_model_len // block_size)
+            size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
             logger.info("KV cache: %s", size)
             num_blocks = size.num_blocks
         self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self.cache = KVCache(num_blocks, *shape)
-        self._tokenizer = tokenizer = model.tokenizer
+        self._tokenizer = tokenizer = loaded.tokenizer
         self._router = Router(
             tokenizer,
             vocab_size=config.vocab_size,
@@ -106,7 +102,7 @@ class LLM:
             max_pool_tokens=num_blocks * block_size,
         )
         self.engine = Engine(
-            model.model,
+            loaded.model,
             self.manager,
             self.cache,
             eos_token_ids=frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
@@ -136,11 +132,9 @@ class LLM:
         Raises:
             InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
         """
-        prompts = as_prompts(prompts)
-        requests = [
-            self._router.prepare(prompt, params)
-            for prompt, params in zip(prompts, _each(sampling_params, len(prompts)), strict=True)
-        ]
+        each_prompt = as_prompts(prompts)
+        each_params = _each(sampling_params, len(each_prompt))
+        requests = list(map(self._router.prepare, each_prompt, each_params))
         inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
         try:
@@ -164,7 +158,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of messages with "role" and "content"."""
-        conversations = [messages] if is_chat(messages) else messages
+        conversations: list[Any] = [messages] if is_chat(messages) else list(messages)
         for conversation in conversations:
             if not is_chat(conversation):
                 raise InvalidInputError(f"messages: expected dicts with 'role' and 'content', got {conversation!r}")
@@ -236,6 +230,16 @@ class LLM:
                     self.engine.abort_request(self._dropped.popleft())
             finally:
                 self._lock.release()
+
+
+def _load(model: str | Path | LoadedModel | None) -> LoadedModel:
+    if model is None or isinstance(model, (str, Path)):
+        from leafkv.models import load_model  # noqa: PLC0415 (needs the extra)
+
+        return load_model(model)
+    if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
+        raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
+    return model
 
 
 def _each(params: Any, count: int) -> list[Any]:

@@ -91,22 +91,17 @@ class Scheduler:
 
     def _reserve(self, request: Request, n: int) -> bool:
         """Reserve slots for ``n`` more tokens, preempting from the newest; False if ``request`` was the newest."""
-        while True:
-            try:
-                self._grow(request, n)
-            except OutOfBlocksError:
-                victim = self.running.pop()
-                self._preempt(victim)
-                if victim is request:
-                    return False
-            else:
-                return True
+        while not self._grow(request, n):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and let it wait again, before all that came after it."""
-        self.manager.release(request.number)
+        self._release(request)
         request.status = Status.WAITING
-        request.num_computed_tokens = request.num_reserved_tokens = 0
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
         insort(self.waiting, request, key=by_age)
@@ -126,14 +121,13 @@ class Scheduler:
                 request.leader = self._running(answer.leader)
                 request.leader_tokens = answer.tokens
                 continue
-            # Its prefix hit is held from here on, so these blocks are not among the allocatable ones.
+            # The prefix hit is held from here on, so its blocks are not among the allocatable ones.
             request.num_computed_tokens = request.num_reserved_tokens = answer.cached_tokens
-            if lacking + self._blocks_lacking(request) > self.manager.allocatable_blocks:
-                self.manager.release(request.number)
-                request.num_computed_tokens = request.num_reserved_tokens = 0
-                return
             n = min(request.num_uncomputed_tokens, budget)
-            self._grow(request, n)
+            fits = lacking + self._blocks_lacking(request) <= self.manager.allocatable_blocks
+            if not fits or not self._grow(request, n):
+                self._release(request)
+                return
             self._start(request)
             work.append((request, n))
             budget -= n
@@ -149,9 +143,17 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
 
-    def _grow(self, request: Request, n: int) -> None:
-        self.manager.grow(request.number, n)
+    def _grow(self, request: Request, n: int) -> bool:
+        try:
+            self.manager.grow(request.number, n)
+        except OutOfBlocksError:
+            return False
         request.num_reserved_tokens = request.num_computed_tokens + n
+        return True
+
+    def _release(self, request: Request) -> None:
+        self.manager.release(request.number)
+        request.num_computed_tokens = request.num_reserved_tokens = 0
 
     def _blocks_lacking(self, request: Request) -> int:
         """Blocks that a request must still be given for its known tokens."""
