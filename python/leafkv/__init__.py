@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from leafkv._core import __version__
 from leafkv.errors import (
     InsufficientMemoryError,
@@ -14,7 +17,12 @@ from leafkv.errors import (
     UnknownSequenceError,
 )
 
+if TYPE_CHECKING:
+    from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+
 __all__ = [
+    "LLM",
+    "CompletionOutput",
     "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
@@ -22,6 +30,17 @@ __all__ = [
     "MissingExtraError",
     "ModelLoadError",
     "OutOfBlocksError",
+    "RequestOutput",
+    "SamplingParams",
     "UnknownSequenceError",
     "__version__",
 ]
+
+_ENGINE_NAMES = frozenset({"LLM", "CompletionOutput", "RequestOutput", "SamplingParams"})
+
+
+def __getattr__(name: str) -> Any:
+    # Who uses the KV manager or the attention alone does not load the engine.
+    if name in _ENGINE_NAMES:
+        return getattr(import_module("leafkv.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
