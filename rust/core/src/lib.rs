@@ -2,12 +2,11 @@
 //!
 //! The crate is two independent halves that share only [`Error`]:
 //!
-//! * **Bookkeeping**: who owns which block, and which prefixes are already computed.
-//! * **Attention**: reading and writing the KV memory that those blocks name.
+//! * **Bookkeeping** ([`KvManager`]): who owns which block, and which prefixes are already computed.
+//! * **Attention** ([`attention`]): reading and writing the KV memory that those blocks name.
 
 pub mod attention;
 mod block;
-mod error;
 mod error;
 mod manager;
 mod pool;
