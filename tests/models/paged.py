@@ -25,9 +25,7 @@ class NumpyCache:
     def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return self._layers[index]
 
-    def write(
-        self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]
-    ) -> None:
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         for array, rows in zip(self._layers[layer], (key, value), strict=True):
             array[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows
 

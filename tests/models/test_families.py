@@ -26,8 +26,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_only_wanted_rows_are_computed(tmp_path: Path) -> None:
-    from .paged import NumpyCache, NumpyPlan  # noqa: PLC0415
     from leafkv.models import Batch  # noqa: PLC0415
+
+    from .paged import NumpyCache, NumpyPlan  # noqa: PLC0415
 
     model = load_model(write_hf(tmp_path / "m", CONFIGS["llama"])).model
     tokens = sequences()[0][:6]
