@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -58,6 +59,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rope_theta", float("nan"), "rope_theta: expected a finite number"),
     ("rope_theta", 1.0, "rope_theta: expected a finite number greater than 1, got 1.0"),
     ("attention_bias", "yes", "attention_bias: expected true or false, got 'yes'"),
+    ("eos_token_id", ["2"], "eos_token_id: expected an integer of at least 0, got '2'"),
     ("eos_token_id", [2, 64], "token ids must be in [0, 64), the vocabulary; got 64"),
     ("bos_token_id", -1, "token ids must be in [0, 64), the vocabulary; got -1"),
 ]
@@ -67,6 +69,23 @@ REFUSED: list[tuple[str, Any, str]] = [
 def test_refused(option: str, value: Any, message: str) -> None:
     with pytest.raises(ModelLoadError, match=re.escape(message)):
         config_from_hf({**CONFIGS["llama"], option: value})
+
+
+def test_malformed_values_never_raise_anything_else() -> None:
+    junk: list[Any] = [None, 5, -1, 1.5, float("nan"), 10**30, "x", True, [], [1], [[1]], {}, {"type": 5}, {"rope_type": ["x"]},
+            YARN | {"factor": "x"}, YARN | {"beta_fast": "x"}, YARN | {"truncate": 1}, YARN | {"mscale": []},
+            YARN | {"original_max_position_embeddings": []}, {"partial_rotary_factor": []}]  # fmt: skip
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
+    rope = {"rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
+    refused = 0
+    for raw in (CONFIGS["llama"] | rope, CONFIGS["qwen2"] | rope | window):
+        for option in (*raw, "head_dim", "attention_bias", "alibi", "quantization_config"):
+            for value in junk:
+                with contextlib.suppress(ModelLoadError):
+                    config_from_hf(raw | {option: value})
+                    refused -= 1
+                refused += 1
+    assert refused > 500
 
 
 def test_layers_of_a_sliding_window() -> None:

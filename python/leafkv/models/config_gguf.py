@@ -111,7 +111,7 @@ def config_from_gguf(
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+    return tuple(dict.fromkeys(check_int(key, metadata[key], least=0) for key in keys if key in metadata))
 
 
 def _rope_scaling(

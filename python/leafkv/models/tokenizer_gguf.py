@@ -176,8 +176,8 @@ def _surround(metadata: Mapping[str, Any], tokens: list[str], backend: Any, add_
     for name, default in (("bos", add_bos), ("eos", False)):
         if metadata.get(f"{_KEY}add_{name}_token", default):
             token_id = metadata.get(f"{_KEY}{name}_token_id")
-            if token_id is None or token_id >= len(tokens):  # its type is checked with the configuration
-                raise ModelLoadError(f"{_KEY}add_{name}_token needs {_KEY}{name}_token_id, which is {token_id}")
+            if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+                raise ModelLoadError(f"{_KEY}add_{name}_token needs {_KEY}{name}_token_id, which is {token_id!r}")
             around[name] = (tokens[token_id], token_id)
     if around:
         template = [*([around["bos"][0]] if "bos" in around else []), "$A"]
