@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from leafkv._core import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from leafkv._core import (
+    AttentionPlan,
+    Ready,
+    Stats,
+    WaitFor,
+    __version__,
+    copy_blocks,
+    instruction_set,
+    paged_attention,
+    write_kv,
+)
 from leafkv.errors import (
+    InsufficientMemoryError,
     InvalidInputError,
     InvariantError,
     LeafKVError,
@@ -12,14 +26,42 @@ from leafkv.errors import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
+from leafkv.kv import KVCache, KVManager
+
+if TYPE_CHECKING:
+    from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
+    "LLM",
+    "AttentionPlan",
+    "CompletionOutput",
+    "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
+    "KVCache",
+    "KVManager",
     "LeafKVError",
     "MissingExtraError",
     "ModelLoadError",
     "OutOfBlocksError",
+    "Ready",
+    "RequestOutput",
+    "SamplingParams",
+    "Stats",
     "UnknownSequenceError",
+    "WaitFor",
     "__version__",
+    "copy_blocks",
+    "instruction_set",
+    "paged_attention",
+    "write_kv",
 ]
+
+_ENGINE_NAMES = frozenset({"LLM", "CompletionOutput", "RequestOutput", "SamplingParams"})
+
+
+def __getattr__(name: str) -> Any:
+    # Who uses the KV manager or the attention alone does not load the engine.
+    if name in _ENGINE_NAMES:
+        return getattr(import_module("leafkv.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

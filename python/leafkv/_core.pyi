@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 __version__: str
 
-TokenIds: TypeAlias = (
-    Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32] | array[int]
-)
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32] | array[int]
 """Token ids: a 1-D array of int32, int64 or uint32, an ``array.array``, or a sequence of ints, all >= 0."""
 
 @final

@@ -18,6 +18,10 @@ class OutOfBlocksError(LeafKVError, MemoryError):
     """The block pool cannot serve the request, even after evicting everything evictable. Nothing changed."""
 
 
+class InsufficientMemoryError(LeafKVError, MemoryError):
+    """The KV memory asked for does not fit in the machine's free memory."""
+
+
 class UnknownSequenceError(LeafKVError, LookupError):
     """No live sequence has this id."""
 

@@ -3,11 +3,16 @@
 mod array;
 mod attention;
 mod error;
+mod int;
+mod manager;
 
 /// The extension module `leafkv._core`.
 #[pyo3::pymodule(gil_used = false)]
 mod _core {
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::manager::{KVManager, Ready, Stats, WaitFor};
 
     #[pymodule_export]
     use super::attention::{

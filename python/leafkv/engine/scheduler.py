@@ -1,0 +1,169 @@
+"""Who computes how many tokens in the next step: continuous batching with chunked prefill.
+
+There is no prefill and no decode here, only requests with known tokens whose KV is not computed yet. A step
+spends a budget of tokens on them:
+
+1. Running requests, oldest first. When blocks run out, the newest running request is preempted: its blocks are
+   released, and later it computes again what the prefix cache has lost. So the oldest always progresses.
+2. Waiting requests, in order of arrival, if nobody was preempted. One is admitted if its known tokens fit beside
+   what the running ones lack for theirs: a prefill, once begun, is not thrown out by another prefill. One that
+   shares a prefix which a running request is computing right now waits for that one to commit it, holds
+   nothing, and lets others pass.
+
+Invariants: ``running`` and ``waiting`` are in order of arrival; only running requests hold blocks; no work item
+is empty; :meth:`Scheduler.schedule` ends, since it preempts each request at most once, and is never empty-handed
+while there are requests. Cost per step: O(requests it looks at); per-token work is the KV manager's.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
+
+from leafkv._core import WaitFor
+from leafkv.engine.request import Request, Status
+from leafkv.errors import InvariantError, OutOfBlocksError
+
+if TYPE_CHECKING:
+    from leafkv._core import KVManager
+
+WorkItem: TypeAlias = tuple[Request, int]
+"""A request, and how many of its uncomputed tokens to compute."""
+
+by_age = attrgetter("number")
+
+
+class Scheduler:
+    """Picks the work of each step, and gives and takes blocks accordingly.
+
+    Args:
+        manager: the KV manager whose sequences are the running requests.
+        max_num_batched_tokens: the budget of a step.
+        max_num_seqs: running requests at most.
+    """
+
+    def __init__(self, manager: KVManager, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
+
+    def add(self, request: Request) -> None:
+        """Take a new request. It must fit the pool: the router has checked that."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """End a request, in whatever state: finish, abort and failure are this one act."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.manager.release(request.number)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+        request.leader = None
+
+    def undo(self, request: Request) -> None:
+        """Take back what :meth:`schedule` reserved for a step that was not completed."""
+        self.manager.truncate(request.number, request.num_computed_tokens)
+        request.num_reserved_tokens = request.num_computed_tokens
+
+    def schedule(self) -> list[WorkItem]:
+        """The work of the next step. Every item has its slots reserved, and at least one token."""
+        preemptions = self.num_preemptions
+        work: list[WorkItem] = []
+        budget = self.max_num_batched_tokens
+        for request in self.running:  # may lose requests at its end meanwhile, all newer than this one
+            if budget == 0:
+                break
+            n = min(request.num_uncomputed_tokens, budget)
+            if self._reserve(request, n):
+                work.append((request, n))
+                budget -= n
+        if self.num_preemptions == preemptions:
+            self._admit(work, budget)
+        return work
+
+    def _reserve(self, request: Request, n: int) -> bool:
+        """Reserve slots for ``n`` more tokens, preempting from the newest; False if ``request`` was the newest."""
+        while not self._grow(request, n):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Release a request's blocks and let it wait again, before all that came after it."""
+        self._release(request)
+        request.status = Status.WAITING
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=by_age)
+
+    def _admit(self, work: list[WorkItem], budget: int) -> None:
+        """Start waiting requests while there are tokens, seats and blocks."""
+        if not self.waiting:
+            return
+        lacking = sum(map(self._blocks_lacking, self.running))
+        for request in tuple(self.waiting):
+            if budget == 0 or len(self.running) == self.max_num_seqs:
+                return
+            if request.waits_for_leader():
+                continue
+            answer = self.manager.begin(request.number, request.tokens)
+            if isinstance(answer, WaitFor):
+                request.leader = self._running(answer.leader)
+                request.leader_tokens = answer.tokens
+                continue
+            # The prefix hit is held from here on, so its blocks are not among the allocatable ones.
+            request.num_computed_tokens = request.num_reserved_tokens = answer.cached_tokens
+            n = min(request.num_uncomputed_tokens, budget)
+            fits = lacking + self._blocks_lacking(request) <= self.manager.allocatable_blocks
+            if not fits or not self._grow(request, n):
+                self._release(request)
+                return
+            self._start(request)
+            work.append((request, n))
+            budget -= n
+            lacking += self._blocks_lacking(request)
+
+    def _start(self, request: Request) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=by_age)
+        request.status = Status.RUNNING
+        request.leader = None
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = time.monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_cached_tokens += request.num_cached_tokens
+
+    def _grow(self, request: Request, n: int) -> bool:
+        try:
+            self.manager.grow(request.number, n)
+        except OutOfBlocksError:
+            return False
+        request.num_reserved_tokens = request.num_computed_tokens + n
+        return True
+
+    def _release(self, request: Request) -> None:
+        self.manager.release(request.number)
+        request.num_computed_tokens = request.num_reserved_tokens = 0
+
+    def _blocks_lacking(self, request: Request) -> int:
+        """Blocks that a request must still be given for its known tokens."""
+        return self._blocks(len(request.tokens)) - self._blocks(request.num_reserved_tokens)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.manager.block_size)
+
+    def _running(self, number: int) -> Request:
+        for request in self.running:
+            if request.number == number:
+                return request
+        raise InvariantError(f"the KV manager names sequence {number} as a leader, which is not running")

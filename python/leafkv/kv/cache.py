@@ -1,0 +1,144 @@
+"""The KV memory: one array for all layers, in which a block is one contiguous piece.
+
+    array [num_blocks, num_layers, num_kv_heads, 2 (K, V), block_size * head_dim]
+
+So copying, saving or checksumming a block is one operation. A layer's keys and values are strided views that
+numpy and Rust read and write in place. Inside a (block, layer, head) the elements lie in one of two layouts:
+
+* ``rows``: ``[block_size, head_dim]``, what everyone expects; any block size and head_dim.
+* ``tiled``: tiles of 16 tokens, arranged so that one vector load feeds the dot products of 16 tokens. The
+  default where it applies: block sizes that are multiples of 16 (and an even head_dim in bfloat16).
+
+bfloat16, which numpy lacks, is held as uint16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leafkv import _core
+from leafkv.errors import InsufficientMemoryError, InvalidInputError
+from leafkv.kv.memory import GIB, available_memory
+
+Layout = Literal["rows", "tiled"]
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""KV dtypes by name, and the numpy dtype that holds each."""
+
+TILE = 16
+"""Tokens per tile of the tiled layout."""
+
+
+class KVCache:
+    """Keys and values of ``num_blocks`` blocks, for all layers.
+
+    Args:
+        num_blocks: blocks of the pool.
+        num_layers: layers of the model.
+        num_kv_heads: KV heads of a layer.
+        head_dim: elements of a head.
+        block_size: tokens per block.
+        dtype: "float32", "float16" or "bfloat16".
+        layout: "rows", "tiled", or None for tiled where it applies.
+
+    Raises:
+        InsufficientMemoryError: the array does not fit in free memory.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        dtype: str = "float32",
+        layout: Layout | None = None,
+    ) -> None:
+        shape = {
+            "num_blocks": num_blocks,
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "block_size": block_size,
+        }
+        for name, size in shape.items():
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+                raise InvalidInputError(f"{name}: expected a positive integer, got {size!r}")
+        if dtype not in DTYPES:
+            raise InvalidInputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        tileable = block_size % TILE == 0 and (dtype != "bfloat16" or head_dim % 2 == 0)
+        if layout is None:
+            layout = "tiled" if tileable else "rows"
+        if layout not in get_args(Layout):
+            raise InvalidInputError(f"layout: expected 'rows' or 'tiled', got {layout!r}")
+        if layout == "tiled" and not tileable:
+            raise InvalidInputError(
+                f"layout: 'tiled' needs a block_size that is a multiple of {TILE}, and an even head_dim in "
+                f"bfloat16; got block_size {block_size}, head_dim {head_dim}, dtype {dtype}"
+            )
+        self.num_blocks = int(num_blocks)
+        self.num_layers = int(num_layers)
+        self.num_kv_heads = int(num_kv_heads)
+        self.head_dim = int(head_dim)
+        self.block_size = int(block_size)
+        self.dtype = dtype
+        self.layout: Layout = layout
+        self.block_nbytes = self.nbytes_of_block(num_layers, num_kv_heads, head_dim, block_size, dtype)
+        self.array = self._allocate()
+
+    @staticmethod
+    def nbytes_of_block(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int = 16, dtype: str = "float32"
+    ) -> int:
+        """Bytes of one block: all layers, keys and values."""
+        itemsize: int = np.dtype(DTYPES[dtype]).itemsize
+        return int(num_layers) * int(num_kv_heads) * 2 * int(block_size) * int(head_dim) * itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.num_blocks * self.block_nbytes
+
+    def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Views of one layer's keys and values, for `write_kv`, `paged_attention` or numpy.
+
+        Shape ``[num_blocks, num_kv_heads, block_size, head_dim]`` in the rows layout, and
+        ``[num_blocks, num_kv_heads, block_size * head_dim]`` in the tiled one.
+        """
+        return self._views[index]
+
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
+        """Store the keys and values, float32 ``[T, num_kv_heads, head_dim]``, of T tokens at ``slots`` [T]."""
+        _core.write_kv(key, value, *self._views[layer], slots)
+
+    def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        """Copy whole blocks by ``(source, destination)`` rows [N, 2]: all sources are read first."""
+        _core.copy_blocks(self.array, pairs)
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache({self.num_blocks} blocks of {self.block_size} tokens, {self.num_layers} layers, "
+            f"{self.num_kv_heads} heads of {self.head_dim}, {self.dtype}, {self.layout}, {self.nbytes / GIB:.2f} GiB)"
+        )
+
+    def _allocate(self) -> NDArray[Any]:
+        available = available_memory()
+        if self.nbytes > available:
+            raise InsufficientMemoryError(
+                f"num_blocks: {self.num_blocks} blocks of {self.block_nbytes / 1024:.1f} KiB take "
+                f"{self.nbytes / GIB:.2f} GiB, but {available / GIB:.2f} GiB of memory is free"
+            )
+        # Zeroed lazily by the operating system: blocks that are never used never take memory.
+        array = np.zeros(
+            (self.num_blocks, self.num_layers, self.num_kv_heads, 2, self.block_size * self.head_dim),
+            dtype=DTYPES[self.dtype],
+        )
+        # Reshaping the contiguous array never copies; slicing it afterwards gives the strided views of a layer.
+        inner = (self.block_size, self.head_dim) if self.layout == "rows" else (-1,)
+        split = array.reshape(*array.shape[:-1], *inner)
+        self._views = [(split[:, layer, :, 0], split[:, layer, :, 1]) for layer in range(self.num_layers)]
+        return array

@@ -1,0 +1,9 @@
+"""Language models of the Llama family in numpy, read from GGUF files and Hugging Face directories."""
+
+from __future__ import annotations
+
+from leafkv.models.batch import Batch, Model
+from leafkv.models.config import ModelConfig
+from leafkv.models.loader import LoadedModel, load_model
+
+__all__ = ["Batch", "LoadedModel", "Model", "ModelConfig", "load_model"]

@@ -1,0 +1,65 @@
+"""What the engine hands to a model, and what a model promises: one flattened, unpadded batch per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from leafkv.models.config import ModelConfig
+
+
+class Attention(Protocol):
+    """Attention over a paged cache, planned once a step: `leafkv._core.AttentionPlan`, or a stand-in."""
+
+    def attend(
+        self,
+        query: NDArray[np.float32],
+        key_cache: NDArray[Any],
+        value_cache: NDArray[Any],
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        out: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """Causal attention of every row of ``query`` [T, num_heads, head_dim] over its sequence."""
+
+
+class Cache(Protocol):
+    """The part of `leafkv.kv.cache.KVCache` that a model uses."""
+
+    def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of one layer, to write to and to attend over."""
+
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
+        """Store the keys and values [T, num_kv_heads, head_dim] of one layer at ``slots`` [T]."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The new tokens of one step, all sequences one after another: T of them, S of which are sampled from."""
+
+    token_ids: NDArray[np.int32]
+    """[T], each in ``[0, vocab_size)``: the caller has checked."""
+    positions: NDArray[np.int64]
+    """[T], each token's position in its sequence."""
+    slots: NDArray[np.int64]
+    """[T], where each token's key and value go."""
+    plan: Attention
+    """Who attends to what, for these T rows."""
+    logit_rows: NDArray[np.int64]
+    """[S], the rows whose logits are wanted."""
+
+
+class Model(Protocol):
+    """A decoder that keeps its keys and values in a paged cache."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shapes and options of the model."""
+
+    def forward(self, batch: Batch, cache: Cache) -> NDArray[np.float32]:
+        """Write the batch's keys and values to ``cache``; return logits, float32 [S, vocab_size]."""

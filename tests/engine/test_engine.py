@@ -1,0 +1,239 @@
+"""One step of the engine: aborts and failures in every state, and what they leave behind: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from leafkv import InvalidInputError, LeafKVError
+from leafkv.engine.request import Request, Status
+
+from .rig import Rig, greedy
+from .toy import EOS, ToyModel, reference
+
+
+def serves_on(rig: Rig) -> None:
+    """The engine answers a new request, and all blocks come back."""
+    prompt = [4, 2, 4, 2, 4]
+    request = rig.add(prompt, greedy(5, ignore_eos=True))
+    assert rig.run()[request.request_id].outputs[0].token_ids == reference(prompt, 5, ignore_eos=True)
+
+
+def queued(rig: Rig) -> Request:
+    return rig.add(list(range(30)), greedy(8))
+
+
+def prefilling(rig: Rig) -> Request:
+    request = queued(rig)
+    rig.step()
+    assert 0 < request.num_computed_tokens < 30
+    return request
+
+
+def decoding(rig: Rig) -> Request:
+    request = rig.add(list(range(5)), greedy(20, ignore_eos=True))
+    while request.num_output_tokens < 2:
+        rig.step()
+    return request
+
+
+def waiting_for_a_leader(rig: Rig) -> Request:
+    leader = rig.add([*range(6)], greedy(4))
+    request = rig.add([*range(6)], greedy(4))
+    rig.step()
+    assert request.leader is leader
+    assert request.status is Status.WAITING
+    return request
+
+
+def preempted(rig: Rig) -> Request:
+    rig.add(list(range(30)), greedy(30, ignore_eos=True))
+    request = rig.add([9] * 5, greedy(30, ignore_eos=True))
+    while not request.metrics.num_preemptions:
+        rig.step()
+    assert request.status is Status.WAITING
+    return request
+
+
+def finished(rig: Rig) -> Request:
+    request = rig.add([1], greedy(1))
+    rig.run()
+    return request
+
+
+@pytest.mark.parametrize("state", [queued, prefilling, decoding, waiting_for_a_leader, preempted])
+def test_abort_in_every_state(state: Any) -> None:
+    """B10, B11: one result, blocks free at once, a second abort is nothing."""
+    rig = Rig(num_blocks=15, max_num_batched_tokens=8)
+    request = state(rig)
+    before = request.output_token_ids
+    rig.engine.abort_request(request.request_id)
+    rig.engine.abort_request(request.request_id)
+    assert request.status is Status.FINISHED
+    assert request not in rig.scheduler.running
+    assert request not in rig.scheduler.waiting
+    rig.check()
+    (output,) = [output for output in rig.step() if output.request_id == request.request_id]
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert output.outputs[0].token_ids == before
+    serves_on(rig)
+
+
+def test_abort_of_nothing_is_nothing() -> None:
+    rig = Rig()
+    rig.engine.abort_request("unknown")
+    rig.engine.abort_request(finished(rig).request_id)
+    assert not rig.engine.has_unfinished_requests()
+    assert rig.engine.step() == []
+    serves_on(rig)
+
+
+def test_abort_during_the_last_step_wins() -> None:
+    """B13: no extra token, blocks freed."""
+    model = ToyModel()
+    rig = Rig(model)
+    request = rig.add([1, 2, 3], greedy(3, ignore_eos=True))
+    rig.step()
+    rig.step()
+    model.before_forward = lambda batch: rig.engine.abort_request(request.request_id)
+    (output,) = rig.step()
+    model.before_forward = lambda batch: None
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) == 2
+    serves_on(rig)
+
+
+def fail(error: BaseException) -> Any:
+    def raise_it(batch: Any) -> None:
+        raise error
+
+    return raise_it
+
+
+def test_a_failing_step_ends_its_requests_alone() -> None:
+    model = ToyModel()
+    rig = Rig(model, max_num_seqs=2)
+    first, second = (rig.add([i] * 6, greedy(20, ignore_eos=True), stream=True) for i in (1, 2))
+    later = rig.add([3] * 6, greedy(20, ignore_eos=True))
+    rig.step()
+    error = RuntimeError("the model broke")
+    model.before_forward = fail(error)
+    outputs = rig.step()
+    model.before_forward = lambda batch: None
+    assert {output.request_id for output in outputs} == {first.request_id, second.request_id}
+    for output in outputs:
+        assert output.finished
+        assert output.error is error
+        assert output.outputs[0].finish_reason == "error"
+    assert rig.run()[later.request_id].outputs[0].token_ids == reference([3] * 6, 20, ignore_eos=True)
+    serves_on(rig)
+
+
+def test_what_a_failing_step_wrote_is_never_found() -> None:
+    prompt = list(range(20))
+    model = ToyModel(after_forward=lambda logits: fail(RuntimeError())(None))
+    rig = Rig(model)
+    rig.add(prompt, greedy(1))
+    rig.step()
+    model.after_forward = lambda logits: None
+    again = rig.add(prompt, greedy(4))
+    assert rig.run()[again.request_id].outputs[0].token_ids == reference(prompt, 4)
+    assert again.num_cached_tokens == 0
+
+
+def test_an_interrupt_undoes_the_step() -> None:
+    """Ctrl-C reaches the caller; the requests go on as if the step had not been."""
+    model = ToyModel()
+    rig = Rig(model, num_blocks=8)
+    old = rig.add([1] * 6, greedy(10, ignore_eos=True))
+    rig.step()
+    new = rig.add([2] * 6, greedy(10, ignore_eos=True))
+    model.before_forward = fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.step()
+    model.before_forward = lambda batch: None
+    rig.check()
+    results = rig.run()
+    for request, token in ((old, 1), (new, 2)):
+        assert results[request.request_id].outputs[0].token_ids == reference([token] * 6, 10, ignore_eos=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_distribution_end_their_request_alone(value: float) -> None:
+    def spoil(logits: Any) -> None:
+        logits[0, :] = value
+
+    model = ToyModel()
+    rig = Rig(model)
+    bad = rig.add([1] * 6, greedy(5, ignore_eos=True))
+    good = rig.add([2] * 6, greedy(5, ignore_eos=True))
+    rig.step()
+    model.after_forward = spoil
+    (output,) = rig.step()
+    model.after_forward = lambda logits: None
+    assert output.request_id == bad.request_id
+    assert isinstance(output.error, LeafKVError)
+    assert "not a distribution" in str(output.error)
+    assert rig.run()[good.request_id].outputs[0].token_ids == reference([2] * 6, 5, ignore_eos=True)
+    serves_on(rig)
+
+
+def test_a_model_of_the_wrong_shape_is_refused() -> None:
+    class Wrong(ToyModel):
+        def forward(self, batch: Any, cache: Any) -> Any:
+            return super().forward(batch, cache)[:, :-1]
+
+    rig = Rig(Wrong())
+    rig.add([1], greedy(1))
+    (output,) = rig.step()
+    assert "shape" in str(output.error)
+
+
+def test_why_a_request_ends() -> None:
+    rig = Rig()
+    prompt = next([i, 5] for i in range(60) if EOS in reference([i, 5], 40)[2:])
+    full = reference(prompt, 40)
+    assert full[-1] == EOS
+    stop_at = full[1]
+    cases = {
+        "eos": rig.add(prompt, greedy(40)),
+        "length": rig.add(prompt, greedy(2)),
+        "stop token": rig.add(prompt, greedy(40, stop_token_ids=[stop_at])),
+        "ignored": rig.add(prompt, greedy(len(full) + 1, ignore_eos=True)),
+    }
+    results = {name: rig.run()[request.request_id].outputs[0] for name, request in cases.items()}
+    eos, length, stop, ignored = results.values()
+    assert (eos.finish_reason, eos.stop_reason, eos.token_ids) == ("stop", None, full)
+    assert (length.finish_reason, length.stop_reason, length.token_ids) == ("length", None, full[:2])
+    cut = full.index(stop_at) + 1
+    assert (stop.finish_reason, stop.stop_reason, stop.token_ids) == ("stop", stop_at, full[:cut])
+    assert len(stop.text) == cut - 1, "the stop token is no part of the text"
+    assert (ignored.finish_reason, ignored.token_ids[: len(full)]) == ("length", full)
+
+
+def test_a_request_id_is_used_once_at_a_time() -> None:
+    rig = Rig()
+    request = rig.add([1], greedy(1))
+    with pytest.raises(InvalidInputError, match="request_id"):
+        rig.engine.add_request(request)
+    rig.run()
+
+
+def test_counters_and_metrics() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    request = rig.add(list(range(20)), greedy(3, ignore_eos=True))
+    rig.run()
+    stats = rig.engine.stats()
+    assert (stats.computed_prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (20, 0, 3)
+    assert (stats.steps, stats.preemptions, stats.running, stats.waiting) == (5, 0, 0, 0)
+    rig.add(list(range(20)), greedy(1))
+    rig.run()
+    stats = rig.engine.stats()
+    assert (stats.computed_prompt_tokens, stats.cached_prompt_tokens) == (24, 16)
+    times = request.metrics
+    assert (
+        times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time  # type: ignore[operator]
+    )

@@ -1,0 +1,120 @@
+"""Sampling: what is kept, in which order, and that nothing but (logits, parameters, seed, position) enters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from leafkv import SamplingParams
+from leafkv.engine.request import Request
+from leafkv.engine.sampler import INVALID, draw, likelihoods, sample
+
+from .rig import Rig
+from .toy import ToyModel
+
+LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
+
+
+def kept(logits: NDArray[np.float32] = LOGITS, **options: Any) -> list[int]:
+    return list(np.flatnonzero(likelihoods(logits, SamplingParams(**options))))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 0}, [0, 1, 2, 3, 4]),
+        ({"top_k": -1}, [0, 1, 2, 3, 4]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 3, 4]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.3}, [1]),
+        ({"top_p": 0.6}, [1, 3]),
+        ({"top_p": 0.66}, [1, 3, 4]),
+        ({"top_p": 1e-9}, [1]),
+        ({"min_p": 0.45}, [1, 3, 4]),
+        ({"min_p": 1.0}, [1]),
+        # top-p is of what top-k and min-p have left: 0.4 of 0.65 is 0.62.
+        ({"top_k": 2, "top_p": 0.61}, [1]),
+        ({"top_k": 2, "top_p": 0.63}, [1, 3]),
+        ({"min_p": 0.6, "top_p": 0.61}, [1]),
+        # The temperature comes first: at 0.5 the ratios are squared.
+        ({"temperature": 0.5, "min_p": 0.45}, [1]),
+        ({"temperature": 2.0, "min_p": 0.45}, [1, 2, 3, 4]),
+    ],
+)
+def test_what_is_kept(options: dict[str, Any], expected: list[int]) -> None:
+    assert kept(**options) == expected
+
+
+def test_equals_are_kept_together() -> None:
+    tie = np.array([1.0, 2.0, 2.0, 0.0], np.float32)
+    assert kept(tie, top_k=1) == [1, 2]
+    assert kept(tie, top_p=0.2) == [1, 2]
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    params = SamplingParams(temperature=0.7, top_k=4, top_p=0.95)
+    weights = likelihoods(LOGITS, params)
+    expected = weights / weights.sum()
+    n = 20_000
+    counts = np.bincount([draw(LOGITS, params, 11, i) for i in range(n)], minlength=5)
+    # Five standard deviations; the draws are the same in every run.
+    assert (abs(counts - n * expected) <= 5 * np.sqrt(n * expected * (1 - expected))).all()
+    assert counts[0] == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+def test_extreme_logits(temperature: float) -> None:
+    logits = np.full(50, -np.inf, np.float32)
+    logits[[7, 9]] = [3e38, -3e38]
+    token = draw(logits, SamplingParams(temperature=temperature, top_p=0.9), 1, 2)
+    assert token == 7 or (token == 9 and temperature == 1e30)
+
+
+def requests(*params: SamplingParams, seed: int = 0) -> list[Request]:
+    return [Request(str(i), None, [1], p, 1, seed, frozenset()) for i, p in enumerate(params)]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = np.array([[0, 3, 3, 1], [5, 5, 5, 5]], np.float32)
+    greedy = SamplingParams(temperature=0.0)
+    assert sample(logits, requests(greedy, greedy)) == [1, 0]
+
+
+def test_rows_that_are_no_distribution() -> None:
+    rows = np.zeros((4, 3), np.float32)
+    rows[0, 1], rows[1, 2], rows[2, :] = np.nan, np.inf, -np.inf
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        tokens = sample(rows, requests(*[params] * 4))
+        assert tokens[:3] == [INVALID] * 3
+        assert tokens[3] != INVALID
+
+
+def test_a_sample_depends_on_seed_and_position_alone() -> None:
+    """Alone, in a batch, in chunks and after preemptions; other seeds differ."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=42, max_tokens=20, ignore_eos=True)
+    prompt = list(range(10))
+
+    def run(others: int, **options: Any) -> tuple[list[int], Rig]:
+        rig = Rig(ToyModel(), **options)
+        for i in range(others):
+            rig.add([i] * 9, SamplingParams(max_tokens=20, ignore_eos=True))
+        request = rig.add(prompt, params)
+        return rig.run()[request.request_id].outputs[0].token_ids, rig
+
+    alone, _ = run(0)
+    assert run(7)[0] == alone
+    assert run(3, max_num_batched_tokens=3)[0] == alone
+    squeezed, rig = run(5, num_blocks=12)
+    assert squeezed == alone
+    assert rig.engine.stats().preemptions > 0
+    rig = Rig(ToyModel())
+    unseeded = [rig.add(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(2)]
+    results = rig.run()
+    first, second = (results[request.request_id].outputs[0].token_ids for request in unseeded)
+    assert first != second

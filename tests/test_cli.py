@@ -1,0 +1,74 @@
+"""The command line and the examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAFKV = Path(sys.executable).parent / "leafkv"
+
+
+def run(*command: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], input=stdin, capture_output=True, text=True, check=False)
+
+
+def test_generate_writes_the_text_alone_to_stdout() -> None:
+    done = run(LEAFKV, "generate", "The capital of France is", "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == " Paris.\n\nThe\n"
+    assert "5 prompt tokens, 0 from the prefix cache" in done.stderr
+
+
+def test_generate_reads_standard_input() -> None:
+    done = run(LEAFKV, "generate", "-", "-n", "1", stdin="The capital of France is")
+    assert done.stdout == " Paris\n", done.stderr
+
+
+def test_chat_finds_its_earlier_turns_in_the_cache() -> None:
+    turns = "What is the capital of France?\n\nAnd of Spain?\n"
+    done = run(LEAFKV, "chat", "-t", "0", "-n", "16", "--num-blocks", "64", stdin=turns)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    counts = [line for line in done.stderr.splitlines() if "from the prefix cache" in line]
+    assert len(counts) == 2, done.stderr  # the empty line is no turn
+    assert ", 0 from" in counts[0]
+    assert ", 0 from" not in counts[1]
+
+
+def test_a_turn_that_does_not_fit_leaves_the_chat_going() -> None:
+    turns = "word " * 400 + "\nWhat is the capital of France?\n"
+    done = run(LEAFKV, "chat", "-t", "0", "-n", "16", "--num-blocks", "8", stdin=turns)
+    assert done.returncode == 0, done.stderr
+    assert "leafkv: " in done.stderr
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "x", "--model", "no/such.gguf"), "no/such.gguf"),
+        (("generate", "x", "--max-tokens", "0"), "max_tokens"),
+        (("generate", "x", "--temperature", "nan"), "temperature"),
+        (("generate", ""), "prompt"),
+        (("generate", "x", "--kv-cache-dtype", "int3"), "int3"),
+    ],
+)
+def test_errors_are_one_line_without_a_traceback(arguments: tuple[str, ...], message: str) -> None:
+    done = run(LEAFKV, *arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example(example: Path) -> None:
+    done = run(sys.executable, "-W", "error", example)
+    assert done.returncode == 0, done.stderr
+    if example.stem == "demo":
+        assert "tokens in the" in " ".join(done.stdout.split()), done.stdout
+        assert "time to first token" in done.stdout

@@ -1,0 +1,30 @@
+"""Every Python example of the README runs as it stands, and prints what its comments say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_three_faces_are_shown() -> None:
+    text = "\n".join(EXAMPLES)
+    for name in ("KVManager", "paged_attention", "LLM"):
+        assert name in text
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda code: code.strip().splitlines()[0])
+def test_example(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(example, str(README), "exec"), namespace)
+    printed = capsys.readouterr().out.splitlines()
+    # `print(...)  # text` promises a line of output.
+    promised = re.findall(r"^\s*print\(.*\)  # (.+)$", example, re.MULTILINE)
+    assert promised, "an example shows nothing"
+    for line in promised:
+        assert line in printed
