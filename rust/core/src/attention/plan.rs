@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result, threads};
 
-use super::kernel::Scratch;
+use super::item::Scratch;
 
 /// Absolute positions in a partition.
 pub(super) const PARTITION: usize = 256;
@@ -512,4 +512,19 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
     }
     items.sort_by_key(|item| Reverse(item.cost));
     items
+}
+
+/// The part of a range of positions in a partition, counted from its start.
+pub(super) fn local(sees: &Range<usize>, partition: usize) -> Range<usize> {
+    let at = |x: usize| x.saturating_sub(partition * PARTITION).min(PARTITION);
+    at(sees.start)..at(sees.end)
+}
+
+/// The smallest range around all that are not empty.
+pub(super) fn union<'a>(ranges: impl Iterator<Item = &'a Range<usize>>) -> Range<usize> {
+    let (mut start, mut end) = (usize::MAX, 0);
+    for range in ranges.filter(|r| !r.is_empty()) {
+        (start, end) = (start.min(range.start), end.max(range.end));
+    }
+    start.min(end)..end
 }
