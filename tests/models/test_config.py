@@ -72,9 +72,9 @@ def test_refused(option: str, value: Any, message: str) -> None:
 
 
 def test_malformed_values_never_raise_anything_else() -> None:
-    junk: list[Any] = [None, 5, -1, 1.5, float("nan"), 10**30, "x", True, [], [1], [[1]], {}, {"type": 5}, {"rope_type": ["x"]},
-            YARN | {"factor": "x"}, YARN | {"beta_fast": "x"}, YARN | {"truncate": 1}, YARN | {"mscale": []},
-            YARN | {"original_max_position_embeddings": []}, {"partial_rotary_factor": []}]  # fmt: skip
+    scalings = [{"factor": "x"}, {"beta_fast": "x"}, {"truncate": 1}, {"mscale": []}, {"attention_factor": {}}]
+    junk: list[Any] = [None, 5, -1, 1.5, float("nan"), 10**30, "x", True, [], [1], [[1]], {}, {"type": 5}]
+    junk += [{"rope_type": ["x"]}, {"partial_rotary_factor": []}, *(YARN | scaling for scaling in scalings)]
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
     rope = {"rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
     refused = 0
