@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use leafkv_core::{Admission, BlockId, Error, KvManager, SequenceId, Stats, TokenId, hash_block};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestRunner};
 
 /// `id` picks among the live sequences, except 0, which is itself. `over` counts back from one too many.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ fn op() -> impl Strategy<Value = Op> {
     let token = || proptest::bool::weighted(0.12).prop_map(TokenId::from);
     let tokens = move |max: usize| proptest::collection::vec(token(), 0..=max);
     let over = || prop_oneof![1 => Just(0_usize), 8 => Just(1), 3 => 2..9_usize];
-    let next = proptest::option::of(token());
+    let next = proptest::option::weighted(0.3, token());
     prop_oneof![
         6 => (new_id(), tokens(14), 0..2_u8).prop_map(|(id, tokens, namespace)| Op::Begin { id, tokens, namespace }),
         3 => (id(), 0..4_usize).prop_map(|(id, n)| Op::Grow { id, n }),
@@ -548,9 +548,7 @@ impl World {
             .get(sequence.known.len()..n)
             .unwrap_or_default()
             .to_vec();
-        if sequence.known.len() + new_tokens.len() == n {
-            new_tokens.extend(next);
-        }
+        new_tokens.extend(next);
         let within = (sequence.committed..=sequence.reserved).contains(&n);
         if within && n > sequence.written.len() && sequence.known.len() + new_tokens.len() >= n {
             return Ok(()); // The manager believes what it is told about writing.
@@ -606,8 +604,11 @@ impl World {
             }
         }
         sequence.committed = n;
-        if sequence.known.len() > n && sequence.written.get(n) != sequence.known.get(n) {
-            sequence.written.truncate(n);
+        // Drafts that turned out differently are to be written again.
+        let pairs = sequence.written.iter().zip(&sequence.known);
+        let right = pairs.take_while(|(a, b)| a == b).count();
+        if right < sequence.known.len() {
+            sequence.written.truncate(right);
         }
         Ok(())
     }
@@ -840,6 +841,7 @@ fn the_manager_does_what_the_model_does() {
         cases: 8_000,
         max_shrink_iters: 20_000,
         failure_persistence: None,
+        rng_seed: RngSeed::Fixed(1),
         ..Config::default()
     };
     let result = TestRunner::new(config).run(
