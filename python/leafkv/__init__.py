@@ -5,7 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from leafkv._core import __version__
+from leafkv._core import (
+    AttentionPlan,
+    Ready,
+    Stats,
+    WaitFor,
+    __version__,
+    copy_blocks,
+    instruction_set,
+    paged_attention,
+    write_kv,
+)
 from leafkv.errors import (
     InsufficientMemoryError,
     InvalidInputError,
@@ -16,24 +26,35 @@ from leafkv.errors import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
+from leafkv.kv import KVCache, KVManager
 
 if TYPE_CHECKING:
     from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
+    "AttentionPlan",
     "CompletionOutput",
     "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
+    "KVCache",
+    "KVManager",
     "LeafKVError",
     "MissingExtraError",
     "ModelLoadError",
     "OutOfBlocksError",
+    "Ready",
     "RequestOutput",
     "SamplingParams",
+    "Stats",
     "UnknownSequenceError",
+    "WaitFor",
     "__version__",
+    "copy_blocks",
+    "instruction_set",
+    "paged_attention",
+    "write_kv",
 ]
 
 _ENGINE_NAMES = frozenset({"LLM", "CompletionOutput", "RequestOutput", "SamplingParams"})

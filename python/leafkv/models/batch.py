@@ -34,9 +34,7 @@ class Cache(Protocol):
     def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Keys and values of one layer, to write to and to attend over."""
 
-    def write(
-        self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]
-    ) -> None:
+    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of one layer at ``slots`` [T]."""
 
 

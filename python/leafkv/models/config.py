@@ -100,12 +100,7 @@ def check_int(name: str, value: object, *, least: int = 1) -> int:
 
 def check_positive(name: str, value: object, *, above: float = 0.0) -> float:
     """``value`` as a finite float greater than ``above``, or a `ModelLoadError` naming ``name``."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= above
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
         raise ModelLoadError(f"{name}: expected a finite number greater than {above:g}, got {value!r}")
     return float(value)
 

@@ -58,8 +58,7 @@ def config_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelLoadError(
-            f"general.architecture = {architecture!r} is not supported "
-            f"(supported: {', '.join(_ARCHITECTURES)})"
+            f"general.architecture = {architecture!r} is not supported (supported: {', '.join(_ARCHITECTURES)})"
         )
     prefix = f"{architecture}."
     options = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
@@ -73,9 +72,7 @@ def config_from_gguf(
     head_dim = integer("attention.key_length", hidden // num_heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := integer(name, head_dim)) != head_dim:
-            raise ModelLoadError(
-                f"{prefix}{name} = {size} is not supported: it must be {head_dim}, the head size"
-            )
+            raise ModelLoadError(f"{prefix}{name} = {size} is not supported: it must be {head_dim}, the head size")
     window = options.pop("attention.sliding_window", None)
     theta = check_positive(f"{prefix}rope.freq_base", options.pop("rope.freq_base", 10_000.0))
     eps = check_positive(
@@ -114,7 +111,7 @@ def config_from_gguf(
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+    return tuple(dict.fromkeys(check_int(key, metadata[key], least=0) for key in keys if key in metadata))
 
 
 def _rope_scaling(
@@ -135,13 +132,9 @@ def _rope_scaling(
             raise ModelLoadError(
                 f"{prefix}rope.scaling.type = {kind!r} is not supported together with rope_freqs.weight"
             )
-        if (
-            rope_factors.shape != (head_dim // 2,)
-            or not (np.isfinite(rope_factors) & (rope_factors > 0)).all()
-        ):
+        if rope_factors.shape != (head_dim // 2,) or not (np.isfinite(rope_factors) & (rope_factors > 0)).all():
             raise ModelLoadError(
-                f"rope_freqs.weight: expected {head_dim // 2} finite positive factors, "
-                f"got shape {rope_factors.shape}"
+                f"rope_freqs.weight: expected {head_dim // 2} finite positive factors, got shape {rope_factors.shape}"
             )
         return FrequencyFactors(tuple(map(float, rope_factors)))
     if kind == "none" or factor == 1.0:
@@ -150,9 +143,7 @@ def _rope_scaling(
     if kind == "linear":
         return LinearScaling(factor)
     if kind != "yarn":
-        raise ModelLoadError(
-            f"{prefix}rope.scaling.type = {kind!r} is not supported (supported: linear, yarn)"
-        )
+        raise ModelLoadError(f"{prefix}rope.scaling.type = {kind!r} is not supported (supported: linear, yarn)")
     # The file's factor comes on top of the one that follows from the extension.
     extra = options.pop("rope.scaling.yarn_attn_factor", options.pop("rope.scaling.attn_factor", 1.0))
     return YarnScaling(

@@ -67,7 +67,7 @@ def config_from_hf(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) 
         value = raw.get(option)
         if value is not None and value not in neutral:
             raise ModelLoadError(f"option {option} = {value!r} is not supported")
-    if (activation := raw.get("hidden_act", "silu")) not in {"silu", "swish"}:
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ModelLoadError(f"option hidden_act = {activation!r} is not supported (only 'silu')")
 
     num_heads = check_int("num_attention_heads", raw.get("num_attention_heads"))
@@ -78,9 +78,7 @@ def config_from_hf(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) 
     if head_dim is None:
         # Transformers gives every Qwen3 heads of 128; the others share out the hidden size.
         if architecture != "qwen3" and hidden % num_heads:
-            raise ModelLoadError(
-                f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({num_heads})"
-            )
+            raise ModelLoadError(f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({num_heads})")
         head_dim = 128 if architecture == "qwen3" else hidden // num_heads
     theta, scaling = _rope(raw, positions)
     window, full_layers = _window(raw, architecture, num_layers)
@@ -130,16 +128,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def token_ids(value: object) -> tuple[int, ...]:
     """An ``eos_token_id`` of a JSON file: absent, one id, or a list of them."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)  # type: ignore[return-value]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(check_int("eos_token_id", token_id, least=0) for token_id in ids)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in _CLASSES:
+    names = raw.get("architectures")
+    if names not in [[name] for name in _CLASSES]:
         raise ModelLoadError(f"architectures = {names!r} is not supported (supported: {', '.join(_CLASSES)})")
-    architecture = _CLASSES[names[0]]
+    architecture = _CLASSES[raw["architectures"][0]]
     if (model_type := raw.get("model_type", architecture)) != architecture:
         raise ModelLoadError(f"model_type = {model_type!r} does not fit architectures = {names!r}")
     return architecture
@@ -164,8 +161,8 @@ def _window(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple
         first = check_int("max_window_layers", raw.get("max_window_layers", 28), least=0)
         full = range(min(first, num_layers)) if architecture.startswith("qwen") else range(0)
         return window, frozenset(full) if window is not None else frozenset()
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ModelLoadError(
             f"layer_types: expected 'full_attention' or 'sliding_attention' for each of {num_layers} layers, "
             f"got {kinds!r}"
@@ -188,7 +185,7 @@ def _rope(raw: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling | 
             raise ModelLoadError(f"{source}: expected one set of options for all layers, got {value!r}")
         options |= value
     theta = check_positive("rope_theta", options.pop("rope_theta", raw.get("rope_theta", 10_000.0)))
-    if (partial := options.pop("partial_rotary_factor", 1.0)) not in {None, 1.0}:
+    if (partial := options.pop("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise ModelLoadError(f"option partial_rotary_factor = {partial!r} is not supported")
     old_kind = options.pop("type", None)
     kind = options.pop("rope_type", None) or old_kind or "default"
@@ -201,7 +198,7 @@ def _rope(raw: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling | 
     factor = options.pop("factor", None)
     if factor is None and kind == "yarn":
         factor = positions / original
-    if kind not in {"linear", "llama3", "yarn"}:
+    if kind not in ("linear", "llama3", "yarn"):
         raise ModelLoadError(f"rope_type = {kind!r} is not supported (supported: linear, llama3, yarn)")
     factor = check_positive("rope factor", factor)
     scaling: RopeScaling

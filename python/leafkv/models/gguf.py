@@ -10,6 +10,7 @@ half-rotation order, in which Hugging Face files have them. Qwen's are stored as
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import re
 import struct
@@ -97,6 +98,10 @@ class GGUFFile:
             self.rope_factors = np.empty(factors.shape, dtype=np.float32)
             self._dequantize(factors, self.rope_factors)
 
+    def digest(self) -> str:
+        """SHA-256 of the whole file, in hex: some 2 GB/s where the CPU has instructions for it."""
+        return hashlib.sha256(self.data).hexdigest()
+
     @property
     def tensor_names(self) -> set[str]:
         """The tensors, as the file names them."""
@@ -158,9 +163,7 @@ class _Header:
         self._at = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
-            raise ModelLoadError(
-                f"GGUF version {version} is not supported (supported: 2 and 3, little-endian)"
-            )
+            raise ModelLoadError(f"GGUF version {version} is not supported (supported: 2 and 3, little-endian)")
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_pairs):

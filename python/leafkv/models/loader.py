@@ -21,7 +21,7 @@ from leafkv.models.parameters import check_tensors, parameters, read_weights
 from leafkv.models.safetensors import SafetensorsFiles
 from leafkv.models.tokenizer_gguf import tokenizer_from_gguf
 from leafkv.models.tokenizer_hf import tokenizer_from_hf
-from leafkv.models.weights_cache import WeightsCache, file_digest
+from leafkv.models.weights_cache import WeightsCache
 
 if TYPE_CHECKING:
     from leafkv.models.batch import Model
@@ -90,17 +90,17 @@ def _load_gguf(path: Path, progress: Progress | None) -> LoadedModel:
     config = config_from_gguf(file.metadata, file.tensor_names, file.rope_factors)
     check_tensors(file, config)
     tokenizer = tokenizer_from_gguf(file.metadata, config)
-    weights = _gguf_weights(path, file, config, progress)
+    weights = _gguf_weights(file, config, progress)
     return LoadedModel(LlamaModel(config, weights), tokenizer, config, path.stem)
 
 
-def _gguf_weights(path: Path, file: GGUFFile, config: ModelConfig, progress: Progress | None) -> Weights:
+def _gguf_weights(file: GGUFFile, config: ModelConfig, progress: Progress | None) -> Weights:
     """The weights from the cache, or converted and then cached."""
     cache = WeightsCache.from_environment()
     wanted = parameters(config)
     if not cache.fits(wanted):
         return read_weights(file, config, progress)
-    key = file_digest(path)
+    key = file.digest()
     weights = cache.load(key, wanted, progress)
     if weights is None:
         weights = read_weights(file, config, progress)

@@ -117,18 +117,12 @@ def check_tensors(source: TensorSource, config: ModelConfig) -> None:
         if found is None:
             raise ModelLoadError(f"tensor {source.label(name)!r} is missing")
         if found != shape:
-            raise ModelLoadError(
-                f"tensor {source.label(name)!r} has shape {found}, the configuration gives {shape}"
-            )
+            raise ModelLoadError(f"tensor {source.label(name)!r} has shape {found}, the configuration gives {shape}")
     for name in source.shapes:
         # Recomputed from the configuration, or the embedding under a second name.
-        harmless = name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and config.tie_word_embeddings
-        )
+        harmless = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
         if name not in expected and not harmless:
-            raise ModelLoadError(
-                f"tensor {source.label(name)!r} is not one that a {config.architecture} model has"
-            )
+            raise ModelLoadError(f"tensor {source.label(name)!r} is not one that a {config.architecture} model has")
 
 
 def read_weights(source: TensorSource, config: ModelConfig, progress: Progress | None = None) -> Weights:

@@ -45,9 +45,7 @@ class SafetensorsFiles:
         for path, names in _files(directory):
             found = _map(path)
             if names is not None and (missing := names - found.keys()):
-                raise ModelLoadError(
-                    f"{path.name} lacks the tensor {min(missing)!r}, which {INDEX} puts there"
-                )
+                raise ModelLoadError(f"{path.name} lacks the tensor {min(missing)!r}, which {INDEX} puts there")
             self._tensors |= {name: found[name] for name in (found if names is None else names)}
 
     @property
@@ -64,8 +62,7 @@ class SafetensorsFiles:
         tensor = self._tensors[name]
         if tensor.dtype not in _DTYPES:
             raise ModelLoadError(
-                f"tensor {name!r} has dtype {tensor.dtype}, which is not supported "
-                f"(supported: {', '.join(_DTYPES)})"
+                f"tensor {name!r} has dtype {tensor.dtype}, which is not supported (supported: {', '.join(_DTYPES)})"
             )
         values = tensor.file[tensor.start : tensor.stop].view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
         if tensor.dtype == "BF16":

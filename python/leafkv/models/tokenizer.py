@@ -91,7 +91,7 @@ class TokenStream:
 
     def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
         self._backend = backend
-        self._stream = require("tokenizers.decoders", "models").DecodeStream(skip_special_tokens)
+        self._stream = require("tokenizers.decoders", "models").DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def step(self, token_id: int) -> str | None:
         """The text that ``token_id`` completes, or None."""

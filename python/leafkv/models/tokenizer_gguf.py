@@ -78,8 +78,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], config: ModelConfig) -> Tok
     """
     tokens = _strings(metadata, "tokens")
     kinds = metadata.get(f"{_KEY}token_type", [_NORMAL] * len(tokens))
-    if len(kinds) != len(tokens):
-        raise ModelLoadError(f"{_KEY}token_type has {len(kinds)} entries, but there are {len(tokens)} tokens")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise ModelLoadError(f"{_KEY}token_type: expected one for each of {len(tokens)} tokens")
     if len(tokens) > config.vocab_size:
         raise ModelLoadError(f"there are {len(tokens)} tokens, but the vocabulary has {config.vocab_size}")
     model = metadata.get(f"{_KEY}model")
@@ -91,20 +91,18 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], config: ModelConfig) -> Tok
         raise ModelLoadError(f"{_KEY}model = {model!r} is not supported (supported: 'gpt2', 'llama')")
 
     added = require("tokenizers", "models").AddedToken
-    marked = [
-        (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in {_CONTROL, _USER_DEFINED}
-    ]
+    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in {_CONTROL, _USER_DEFINED}]
     # All are found in text as they stand; "special" only says that decoding may skip them.
     backend.add_tokens([added(token, special=kind == _CONTROL, normalized=False) for token, kind in marked])
     _surround(metadata, tokens, backend, add_bos)
     template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"tokenizer.chat_template is a {type(template).__name__}, not a string")
     return Tokenizer(
         backend,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
-        chat_template=None
-        if template is None
-        else ChatTemplate(template, _template_tokens(metadata, tokens)),
+        chat_template=None if template is None else ChatTemplate(template, _template_tokens(metadata, tokens)),
     )
 
 
@@ -138,7 +136,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[i
     """A SentencePiece BPE tokenizer with byte fallback.
 
     SentencePiece joins the neighbours that make the piece of the highest score. As merges, that is every split
-    of every piece into two others, in falling order of the piece's score.
+    of every piece into two others, in falling order of the piece's score. A text that follows a special token gets
+    a space prefix of its own, as llama.cpp has it.
     """
     tk = require("tokenizers", "models")
     scores = metadata.get(f"{_KEY}scores")
@@ -157,15 +156,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[i
     ]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
-    backend = tk.Tokenizer(
-        tk.models.BPE(
-            vocabulary,
-            [(left, right) for *_, left, right in merges],
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=_BYTE in kinds,
-        )
-    )
+    pairs = [(left, right) for *_, left, right in merges]
+    model = tk.models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in kinds)
+    backend = tk.Tokenizer(model)
     replace = tk.normalizers.Replace(" ", _SPACE)
     decoders = [tk.decoders.Replace(_SPACE, " "), tk.decoders.ByteFallback(), tk.decoders.Fuse()]
     backend.normalizer = replace
@@ -183,8 +176,8 @@ def _surround(metadata: Mapping[str, Any], tokens: list[str], backend: Any, add_
     for name, default in (("bos", add_bos), ("eos", False)):
         if metadata.get(f"{_KEY}add_{name}_token", default):
             token_id = metadata.get(f"{_KEY}{name}_token_id")
-            if token_id is None:
-                raise ModelLoadError(f"{_KEY}add_{name}_token is set, but {_KEY}{name}_token_id is not")
+            if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+                raise ModelLoadError(f"{_KEY}add_{name}_token needs {_KEY}{name}_token_id, which is {token_id!r}")
             around[name] = (tokens[token_id], token_id)
     if around:
         template = [*([around["bos"][0]] if "bos" in around else []), "$A"]

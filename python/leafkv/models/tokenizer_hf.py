@@ -70,7 +70,5 @@ def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
-        raise ModelLoadError(
-            f"tokenizer_config.json: chat_template is a {type(template).__name__}, not a string"
-        )
+        raise ModelLoadError(f"tokenizer_config.json: chat_template is a {type(template).__name__}, not a string")
     return template

@@ -15,7 +15,6 @@ is safe at any time. Processes share an entry's memory, as they map the same fil
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import tempfile
@@ -73,9 +72,7 @@ class WeightsCache:
         """Whether a model of these parameters may be stored at all."""
         return sum(parameter.nbytes for parameter in parameters) <= self.max_bytes
 
-    def load(
-        self, key: str, parameters: Sequence[Parameter], progress: Progress | None = None
-    ) -> Weights | None:
+    def load(self, key: str, parameters: Sequence[Parameter], progress: Progress | None = None) -> Weights | None:
         """The arrays of an entry, mapped read-only; None if there is no whole, undamaged one."""
         path = self._path(key)
         try:
@@ -134,15 +131,6 @@ class WeightsCache:
             path.unlink(missing_ok=True)  # those who have it mapped keep it until they end
             used -= nbytes
         return True
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex: 2 GB/s where the CPU has instructions for it."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _header(weights: Weights) -> tuple[bytes, int]:

@@ -2,17 +2,21 @@
 //!
 //! The crate is two independent halves that share only [`Error`]:
 //!
-//! * **Bookkeeping**: who owns which block, and which prefixes are already computed.
-//! * **Attention**: reading and writing the KV memory that those blocks name.
+//! * **Bookkeeping** ([`KvManager`]): who owns which block, and which prefixes are already computed.
+//! * **Attention** ([`attention`]): reading and writing the KV memory that those blocks name.
 
+pub mod attention;
 mod block;
 mod error;
 mod manager;
 mod pool;
 mod radix;
+mod simd;
 mod store;
+mod threads;
 
 pub use block::{BlockCopy, BlockId, SequenceId, TokenId};
 pub use error::{Error, Result};
 pub use manager::{Admission, KvManager, Stats};
 pub use radix::{BlockHash, hash_block};
+pub use simd::Isa;

@@ -235,8 +235,8 @@ impl RadixTree {
                 .iter_mut()
                 .zip(&edge.blocks[offset..offset + same])
             {
-                pool.hold(known);
                 pool.unhold(mem::replace(mine, known));
+                pool.hold(known);
             }
             let length = edge.blocks.len();
             depth += same;

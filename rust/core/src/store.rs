@@ -52,7 +52,6 @@ impl BlockStore {
         if let Some(&tail) = path.last() {
             self.tree.on_held(tail);
             self.share(&path);
-            self.tree.touch(&path);
         }
         path
     }

@@ -1,6 +1,7 @@
 //! `leafkv._core`: the thin face of `leafkv-core` towards Python. It converts, and decides nothing.
 
 mod array;
+mod attention;
 mod error;
 mod int;
 mod manager;
@@ -12,6 +13,11 @@ mod _core {
 
     #[pymodule_export]
     use super::manager::{KVManager, Ready, Stats, WaitFor};
+
+    #[pymodule_export]
+    use super::attention::{
+        AttentionPlan, copy_blocks, instruction_set, paged_attention, write_kv,
+    };
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

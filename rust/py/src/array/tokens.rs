@@ -3,6 +3,8 @@
 //! Arrays are copied in one pass, without a Python object per token. They are read through raw pointers, never
 //! borrowed as a slice: another thread of a free-threaded Python may write to them meanwhile.
 
+use std::fmt::Display;
+
 use leafkv_core::TokenId;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -72,15 +74,16 @@ fn from_array(argument: &'static str, array: &Bound<'_, PyUntypedArray>) -> PyRe
         return Err(invalid(argument, problem));
     }
     if dtype.is_native_byteorder() != Some(false) {
+        // Signed ones are sign-extended: what is negative is too large.
         match (dtype.kind(), dtype.itemsize()) {
-            (b'u', 1) => return read::<u8>(argument, array),
-            (b'u', 2) => return read::<u16>(argument, array),
-            (b'u', 4) => return read::<u32>(argument, array),
-            (b'u', 8) => return read::<u64>(argument, array),
-            (b'i', 1) => return read::<i8>(argument, array),
-            (b'i', 2) => return read::<i16>(argument, array),
-            (b'i', 4) => return read::<i32>(argument, array),
-            (b'i', 8) => return read::<i64>(argument, array),
+            (b'u', 1) => return read(argument, array, |token: u8| token.into()),
+            (b'u', 2) => return read(argument, array, |token: u16| token.into()),
+            (b'u', 4) => return read(argument, array, |token: u32| token.into()),
+            (b'u', 8) => return read(argument, array, |token: u64| token),
+            (b'i', 1) => return read(argument, array, |token: i8| token as u64),
+            (b'i', 2) => return read(argument, array, |token: i16| token as u64),
+            (b'i', 4) => return read(argument, array, |token: i32| token as u64),
+            (b'i', 8) => return read(argument, array, |token: i64| token as u64),
             _ => {}
         }
     }
@@ -90,45 +93,45 @@ fn from_array(argument: &'static str, array: &Bound<'_, PyUntypedArray>) -> PyRe
     ))
 }
 
-/// Copies a one-dimensional array of `T`, any stride and alignment.
-fn read<T: Copy + TryInto<TokenId> + std::fmt::Display>(
+/// Copies a one-dimensional array of `T`, an integer type, of any stride and alignment.
+fn read<T: Copy + Display>(
     argument: &'static str,
     array: &Bound<'_, PyUntypedArray>,
+    widen: impl Fn(T) -> u64,
 ) -> PyResult<Vec<TokenId>> {
     let (len, stride) = (array.len(), array.strides()[0]);
     // SAFETY: the array object is alive, as `array` is.
     let data = unsafe { (*array.as_array_ptr()).fields.data }.cast::<u8>();
     // SAFETY: numpy vouches for shape and strides: item `index < len` lies within the array's memory. The caller
-    // checked that items are `size_of::<T>()` bytes of that kind, and every bit pattern is a `T`.
+    // checked that items are native integers of the size of `T`, of which every bit pattern is one.
     let item = |index: usize| unsafe {
         data.offset(index as isize * stride)
             .cast::<T>()
             .read_unaligned()
     };
-    let mut good = true;
-    let mut convert = |value: T| {
-        value.try_into().unwrap_or_else(|_| {
-            good = false;
-            0
-        })
+    let mut seen = 0;
+    let mut narrow = |token: T| {
+        seen |= widen(token);
+        widen(token) as TokenId
     };
-    // Two loops: a constant stride is what lets the compiler vectorise.
+    // Two loops: knowing the stride is what lets the compiler vectorise.
     let tokens: Vec<TokenId> = if stride == size_of::<T>() as isize {
         // SAFETY: as above.
         let item = |index: usize| unsafe { data.cast::<T>().add(index).read_unaligned() };
-        (0..len).map(|index| convert(item(index))).collect()
+        (0..len).map(|index| narrow(item(index))).collect()
     } else {
-        (0..len).map(|index| convert(item(index))).collect()
+        (0..len).map(|index| narrow(item(index))).collect()
     };
-    if good {
+    if seen <= TokenId::MAX.into() {
         return Ok(tokens);
     }
-    let bad = (0..len).find(|&index| TryInto::<TokenId>::try_into(item(index)).is_err());
-    let bad = bad.unwrap_or_default();
+    let is_bad = |&index: &usize| widen(item(index)) > TokenId::MAX.into();
+    // Another thread may have put it right meanwhile: then the first item stands for it.
+    let bad = (0..len).find(is_bad).unwrap_or_default();
     Err(bad_token(argument, bad, item(bad)))
 }
 
-fn bad_token(argument: &'static str, index: usize, got: impl std::fmt::Display) -> PyErr {
+fn bad_token(argument: &'static str, index: usize, got: impl Display) -> PyErr {
     invalid(
         argument,
         format!(

@@ -1,0 +1,426 @@
+//! How one layer's keys and values lie in memory: dtypes, the two layouts, checked views.
+//!
+//! Both layouts are arrays of blocks, then KV heads, at any byte strides (K and V of one cache are usually strided
+//! views of one array). They differ inside a (block, head):
+//!
+//! * **rows**: tokens at any stride, `head_dim` contiguous elements each. Any block size, any head dimension.
+//! * **tiled**: `block_size / 16` *tiles* of [`TILE`] consecutive tokens, contiguous, so that one vector load serves
+//!   all query heads of a group without shuffles. With D = `head_dim`:
+//!
+//!   | dtype    | K tile         | V tile         |
+//!   |----------|----------------|----------------|
+//!   | f32, f16 | `[D][16]`      | `[16][D]`      |
+//!   | bf16     | `[D/2][16][2]` | `[8][D][2]`    |
+//!
+//!   K is transposed: a vector holds one dimension (for bf16: a pair of dimensions) of 16 tokens. V's vectors hold one
+//!   token (for bf16: a pair of tokens) and 16 dimensions. bf16 therefore needs an even D.
+//!
+//! Memory is never seen as a `&[T]`: the caller may write other slots of it while we read, and it need not be aligned.
+
+use std::marker::PhantomData;
+
+use half::{bf16, f16};
+
+use crate::{Error, Result};
+
+/// Tokens in a tile, in either layout the granule in which KV reaches the kernel.
+pub const TILE: usize = 16;
+
+/// Element type of a KV cache. Arithmetic is in f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl KvDtype {
+    /// Bytes of an element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// Neighbours that a tile keeps together: dimensions in K, tokens in V.
+    pub(crate) const fn step(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 => 1,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+/// What lies inside a (block, head), see the module's text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvLayout {
+    /// One row of `head_dim` elements a token.
+    Rows,
+    /// Tiles of [`TILE`] tokens.
+    Tiled,
+}
+
+/// Which of the two arrays of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+}
+
+impl Side {
+    /// The argument's name as callers know it.
+    pub const fn argument(self) -> &'static str {
+        match self {
+            Self::Key => "key_cache",
+            Self::Value => "value_cache",
+        }
+    }
+}
+
+/// Shape and kind of one layer's cache, the same for K and V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvSpec {
+    /// Element type.
+    pub dtype: KvDtype,
+    /// Order inside a (block, head).
+    pub layout: KvLayout,
+    /// Blocks.
+    pub num_blocks: usize,
+    /// KV heads.
+    pub num_kv_heads: usize,
+    /// Tokens a block.
+    pub block_size: usize,
+    /// Elements a token and head.
+    pub head_dim: usize,
+}
+
+/// One array of a cache: where block 0 begins, and byte strides of blocks, heads and (in rows) tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct KvArray {
+    /// First element of block 0, head 0.
+    pub base: *mut u8,
+    /// Bytes from one block to the next.
+    pub block_stride: isize,
+    /// Bytes from one head to the next.
+    pub head_stride: isize,
+    /// Bytes from one token to the next; rows only.
+    pub token_stride: isize,
+}
+
+/// One layer of a KV cache.
+#[derive(Debug, Clone, Copy)]
+pub struct KvLayer<'a> {
+    spec: KvSpec,
+    key: KvArray,
+    value: KvArray,
+    memory: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a `KvLayer` is shapes and addresses; who may touch the memory, and when, is the promise of `KvLayer::new`.
+unsafe impl Send for KvLayer<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for KvLayer<'_> {}
+
+impl<'a> KvLayer<'a> {
+    /// Describes a layer.
+    ///
+    /// # Errors
+    /// A dimension is zero, or the layout cannot hold this block size or head dimension.
+    ///
+    /// # Safety
+    /// For `'a`, every element that `spec` and the strides reach is valid memory: readable, initialised, and writable
+    /// if the layer is given to [`write_kv`](super::write_kv). While a call runs, nobody else writes a slot that it
+    /// reads or writes.
+    pub unsafe fn new(spec: KvSpec, key: KvArray, value: KvArray) -> Result<Self> {
+        for (what, n) in [
+            ("blocks", spec.num_blocks),
+            ("KV heads", spec.num_kv_heads),
+            ("tokens a block", spec.block_size),
+            ("elements a head", spec.head_dim),
+        ] {
+            if n == 0 || i32::try_from(n).is_err() {
+                return Err(Error::invalid("key_cache", format!("{n} {what}")));
+            }
+        }
+        if spec.layout == KvLayout::Tiled {
+            if !spec.block_size.is_multiple_of(TILE) {
+                return Err(Error::invalid(
+                    "key_cache",
+                    format!(
+                        "the tiled layout needs a block size that is a multiple of {TILE}, got {}",
+                        spec.block_size
+                    ),
+                ));
+            }
+            if !spec.head_dim.is_multiple_of(spec.dtype.step()) {
+                return Err(Error::invalid(
+                    "key_cache",
+                    format!(
+                        "the tiled layout of bfloat16 needs an even head_dim, got {}: use the rows layout",
+                        spec.head_dim
+                    ),
+                ));
+            }
+        }
+        Ok(Self {
+            spec,
+            key,
+            value,
+            memory: PhantomData,
+        })
+    }
+
+    /// Shape and kind.
+    pub fn spec(&self) -> &KvSpec {
+        &self.spec
+    }
+
+    fn array(&self, side: Side) -> &KvArray {
+        match side {
+            Side::Key => &self.key,
+            Side::Value => &self.value,
+        }
+    }
+
+    /// Bytes from one token's row to the next; rows only.
+    pub(crate) fn token_stride(&self, side: Side) -> isize {
+        self.array(side).token_stride
+    }
+
+    /// Where the row of `token` (of a block) begins; rows only.
+    ///
+    /// # Safety
+    /// `block`, `head` and `token` are below the spec's.
+    #[inline(always)]
+    pub(crate) unsafe fn row(
+        &self,
+        side: Side,
+        block: usize,
+        head: usize,
+        token: usize,
+    ) -> *mut u8 {
+        let a = self.array(side);
+        // SAFETY: in bounds by the caller's promise, reachable by that of `new`.
+        unsafe {
+            self.head(side, block, head)
+                .offset(token as isize * a.token_stride)
+        }
+    }
+
+    /// Where a (block, head) begins.
+    ///
+    /// # Safety
+    /// `block` and `head` are below the spec's.
+    #[inline(always)]
+    pub(crate) unsafe fn head(&self, side: Side, block: usize, head: usize) -> *mut u8 {
+        let a = self.array(side);
+        // SAFETY: in bounds by the caller's promise, reachable by that of `new`.
+        unsafe {
+            a.base
+                .offset(block as isize * a.block_stride + head as isize * a.head_stride)
+        }
+    }
+
+    /// Byte offsets of a token's element 0 and 1 from the start of its (block, head), and from each even element to
+    /// the next: enough to walk a token's elements in either layout.
+    pub(crate) fn token_walk(&self, side: Side, token: usize) -> Walk {
+        let (size, step) = (self.spec.dtype.size(), self.spec.dtype.step());
+        let (tile, i) = (token / TILE, token % TILE);
+        let tile_start = tile * TILE * self.spec.head_dim * size;
+        let walk = |start: usize, one: usize, two: usize| Walk {
+            start: start as isize,
+            one,
+            two,
+        };
+        match (self.spec.layout, side) {
+            (KvLayout::Rows, _) => Walk {
+                start: token as isize * self.token_stride(side),
+                one: size,
+                two: 2 * size,
+            },
+            (KvLayout::Tiled, Side::Key) if step == 2 => {
+                walk(tile_start + i * 2 * size, size, TILE * 2 * size)
+            }
+            (KvLayout::Tiled, Side::Key) => {
+                walk(tile_start + i * size, TILE * size, 2 * TILE * size)
+            }
+            (KvLayout::Tiled, Side::Value) => {
+                let pair = i / step * self.spec.head_dim * step + i % step;
+                walk(tile_start + pair * size, step * size, 2 * step * size)
+            }
+        }
+    }
+
+    /// One element, widened. For the oracle and tests: slow.
+    ///
+    /// # Panics
+    /// An index is out of bounds.
+    pub fn element(&self, side: Side, block: usize, head: usize, token: usize, dim: usize) -> f32 {
+        let s = &self.spec;
+        assert!(block < s.num_blocks && head < s.num_kv_heads);
+        assert!(token < s.block_size && dim < s.head_dim);
+        let walk = self.token_walk(side, token);
+        // SAFETY: the indices were checked.
+        unsafe {
+            let p = self.head(side, block, head).offset(walk.at(dim));
+            match s.dtype {
+                KvDtype::F32 => p.cast::<f32>().read_unaligned(),
+                KvDtype::F16 => f16::from_bits(p.cast::<u16>().read_unaligned()).to_f32(),
+                KvDtype::Bf16 => bf16::from_bits(p.cast::<u16>().read_unaligned()).to_f32(),
+            }
+        }
+    }
+}
+
+/// How to walk the elements of one token, see [`KvLayer::token_walk`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Walk {
+    start: isize,
+    one: usize,
+    two: usize,
+}
+
+impl Walk {
+    #[inline(always)]
+    pub(crate) fn at(&self, dim: usize) -> isize {
+        self.start + (dim / 2 * self.two + dim % 2 * self.one) as isize
+    }
+}
+
+/// A float32 array `[tokens, heads, head_dim]` that is read: queries, or new keys and values. The innermost dimension
+/// is contiguous; strides are in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Vectors<'a> {
+    base: *const u8,
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+    token_stride: isize,
+    head_stride: isize,
+    memory: PhantomData<&'a [f32]>,
+}
+
+// SAFETY: shapes and an address; the memory is readable from any thread by the promise of `from_raw_parts`.
+unsafe impl Send for Vectors<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Vectors<'_> {}
+
+impl<'a> Vectors<'a> {
+    /// Describes an array of any alignment by its shape `[tokens, heads, head_dim]` and the byte strides of the first
+    /// two dimensions.
+    ///
+    /// # Safety
+    /// All elements are valid for reads during `'a`, and nobody writes them while a call reads them.
+    pub unsafe fn from_raw_parts(base: *const u8, shape: [usize; 3], strides: [isize; 2]) -> Self {
+        Self {
+            base,
+            tokens: shape[0],
+            heads: shape[1],
+            head_dim: shape[2],
+            token_stride: strides[0],
+            head_stride: strides[1],
+            memory: PhantomData,
+        }
+    }
+
+    /// A contiguous slice as `[tokens, heads, head_dim]`.
+    ///
+    /// # Panics
+    /// The slice's length is not a multiple of `heads * head_dim`.
+    pub fn from_slice(data: &'a [f32], heads: usize, head_dim: usize) -> Self {
+        let (tokens, strides) = contiguous(data.len(), heads, head_dim);
+        // SAFETY: a slice is what the strides say it is.
+        unsafe { Self::from_raw_parts(data.as_ptr().cast(), [tokens, heads, head_dim], strides) }
+    }
+
+    /// `[tokens, heads, head_dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.tokens, self.heads, self.head_dim]
+    }
+
+    /// # Safety
+    /// `token` and `head` are in bounds.
+    #[inline(always)]
+    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *const f32 {
+        // SAFETY: in bounds by the caller's promise, valid by that of `from_raw_parts`.
+        unsafe {
+            self.base
+                .offset(token as isize * self.token_stride + head as isize * self.head_stride)
+                .cast()
+        }
+    }
+}
+
+/// A float32 array `[tokens, heads, head_dim]` that is written: the output. Like [`Vectors`].
+#[derive(Debug)]
+pub struct VectorsMut<'a> {
+    base: *mut u8,
+    shape: [usize; 3],
+    strides: [isize; 2],
+    memory: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: shapes and an address; the kernel gives every row to one thread.
+unsafe impl Send for VectorsMut<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for VectorsMut<'_> {}
+
+impl<'a> VectorsMut<'a> {
+    /// Like [`Vectors::from_raw_parts`].
+    ///
+    /// # Safety
+    /// All elements are valid for writes during `'a`, distinct, and nobody else reads or writes them.
+    pub unsafe fn from_raw_parts(base: *mut u8, shape: [usize; 3], strides: [isize; 2]) -> Self {
+        Self {
+            base,
+            shape,
+            strides,
+            memory: PhantomData,
+        }
+    }
+
+    /// A contiguous slice as `[tokens, heads, head_dim]`.
+    ///
+    /// # Panics
+    /// The slice's length is not a multiple of `heads * head_dim`.
+    pub fn from_slice(data: &'a mut [f32], heads: usize, head_dim: usize) -> Self {
+        let (tokens, strides) = contiguous(data.len(), heads, head_dim);
+        // SAFETY: a slice is what the strides say it is.
+        unsafe {
+            Self::from_raw_parts(data.as_mut_ptr().cast(), [tokens, heads, head_dim], strides)
+        }
+    }
+
+    /// `[tokens, heads, head_dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        self.shape
+    }
+
+    /// # Safety
+    /// `token` and `head` are in bounds.
+    #[inline(always)]
+    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *mut f32 {
+        let [token_stride, head_stride] = self.strides;
+        // SAFETY: in bounds by the caller's promise, valid by that of `from_raw_parts`.
+        unsafe {
+            self.base
+                .offset(token as isize * token_stride + head as isize * head_stride)
+                .cast()
+        }
+    }
+}
+
+fn contiguous(len: usize, heads: usize, head_dim: usize) -> (usize, [isize; 2]) {
+    let row = heads * head_dim;
+    assert!(
+        row > 0 && len.is_multiple_of(row),
+        "{len} floats are not [_, {heads}, {head_dim}]"
+    );
+    (len / row, [(row * 4) as isize, (head_dim * 4) as isize])
+}

@@ -1,0 +1,119 @@
+//! Folding partitions: the `(maximum, sum, output)` of one row over some keys, and the one rule that joins two.
+//!
+//! The rule is not associative, so everything here folds *one partition at a time, left to right, onto a state that
+//! covers the positions before it*; a row then has the same bits however its partitions were spread over items and
+//! threads.
+
+use crate::simd::{MAX_LANES, Simd, exp};
+
+/// One row's `(m, l, o)` in scratch memory: `width` floats of output (not yet divided by the sum), then the maximum of
+/// the scores and the sum of their exponentials. `l == 0` says that no key was visible.
+#[derive(Clone, Copy)]
+pub(super) struct Record {
+    output: *mut f32,
+    width: usize,
+}
+
+/// # Safety of every method
+/// The record points at [`Record::floats`] floats that nobody else touches meanwhile.
+#[allow(clippy::missing_safety_doc)] // said once, above
+impl Record {
+    /// Floats that a record takes; keeps records on cache lines of their own.
+    pub(super) const fn floats(width: usize) -> usize {
+        width + MAX_LANES
+    }
+
+    /// Record `index` of an array of them. `width` is a multiple of `MAX_LANES`.
+    #[inline(always)]
+    pub(super) unsafe fn at(base: *mut f32, width: usize, index: usize) -> Self {
+        Self {
+            // SAFETY: the caller's promise.
+            output: unsafe { base.add(index * Self::floats(width)) },
+            width,
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn output(self) -> *mut f32 {
+        self.output
+    }
+
+    #[inline(always)]
+    unsafe fn statistics(self) -> (f32, f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            (
+                *self.output.add(self.width),
+                *self.output.add(self.width + 1),
+            )
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn set_statistics(self, m: f32, l: f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            *self.output.add(self.width) = m;
+            *self.output.add(self.width + 1) = l;
+        }
+    }
+
+    /// The state before the first key.
+    #[inline(always)]
+    pub(super) unsafe fn clear(self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.output.write_bytes(0, self.width);
+            self.set_statistics(f32::NEG_INFINITY, 0.0);
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn copy_from(self, other: Self) {
+        // SAFETY: the caller's promise, for both.
+        unsafe {
+            self.output
+                .copy_from_nonoverlapping(other.output, Self::floats(self.width));
+        }
+    }
+
+    /// Folds the next partition onto this state.
+    #[inline(always)]
+    pub(super) unsafe fn fold<S: Simd>(self, s: S, part: Self) {
+        // SAFETY: the caller's promise, for both.
+        unsafe {
+            let ((m0, l0), (m1, l1)) = (self.statistics(), part.statistics());
+            if l1 == 0.0 {
+                return;
+            }
+            let m = if m0 > m1 { m0 } else { m1 };
+            let a = exp(s, s.splat(m0 - m));
+            let b = exp(s, s.splat(m1 - m));
+            let l = s.fma(s.splat(l1), b, s.mul(s.splat(l0), a));
+            self.set_statistics(m, s.first(l));
+            for d in (0..self.width).step_by(S::LANES) {
+                let kept = s.mul(s.load(self.output.add(d)), a);
+                s.store(
+                    self.output.add(d),
+                    s.fma(s.load(part.output.add(d)), b, kept),
+                );
+            }
+        }
+    }
+
+    /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible.
+    #[inline(always)]
+    pub(super) unsafe fn finish<S: Simd>(self, s: S, out: *mut f32, head_dim: usize) {
+        // SAFETY: the caller's promise; `out` has `head_dim` floats, and the record at least as many.
+        unsafe {
+            let (_, l) = self.statistics();
+            let inverse = if l == 0.0 { 0.0 } else { 1.0 / l };
+            for d in (0..head_dim).step_by(S::LANES) {
+                let at = self.output.add(d);
+                s.store(at, s.mul(s.load(at), s.splat(inverse)));
+            }
+            out.cast::<u8>()
+                .copy_from_nonoverlapping(self.output.cast(), head_dim * size_of::<f32>());
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Paged attention on the CPU: one mechanism for prefill, chunks, decoding and shared prefixes.
+//!
+//! [`Plan`] says who computes what in one step, [`attend`] computes one layer by it; [`write_kv`] and [`copy_blocks`]
+//! fill the cache. [`naive`] is the oracle that the rest is tested against.
+//!
+//! **The invariant.** Under one instruction set, KV dtype and floating-point mode, the bits of a row's result depend on
+//! its query, the scale and its visible keys and values alone: never on the batch, the chunking, the blocks' placement
+//! or size, the layout, the instruction's tile, how work is split, or the number of threads. Absolute positions are
+//! cut into partitions of 256; each row's arithmetic inside one is its own (`kernel`), and its partitions are folded
+//! left to right (`merge`).
+
+mod format;
+mod kernel;
+mod layout;
+mod merge;
+pub mod naive;
+mod pack;
+mod plan;
+mod store;
+
+use std::sync::PoisonError;
+use std::sync::atomic::AtomicUsize;
+
+pub use layout::{KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Side, TILE, Vectors, VectorsMut};
+pub use plan::{Plan, PlanShape};
+pub use store::{Blocks, copy_blocks, write_kv};
+
+use crate::simd::{Dispatch, Isa, Simd};
+use crate::{Error, Result, threads};
+use kernel::Call;
+use plan::Mask;
+
+/// What attention computes besides the shapes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Options {
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// A row sees the keys up to its own position; the last row of a sequence has its last position.
+    pub causal: bool,
+    /// A row sees at most this many last keys, itself included. Needs `causal`.
+    pub sliding_window: Option<usize>,
+}
+
+impl Options {
+    fn mask(&self) -> Result<Mask> {
+        if !self.scale.is_finite() {
+            return Err(Error::invalid(
+                "scale",
+                format!("got {}, expected a finite number", self.scale),
+            ));
+        }
+        match self.sliding_window {
+            Some(0) => {
+                return Err(Error::invalid(
+                    "sliding_window",
+                    "got 0, expected at least 1",
+                ));
+            }
+            Some(_) if !self.causal => {
+                return Err(Error::invalid("sliding_window", "needs causal attention"));
+            }
+            _ => {}
+        }
+        Ok(Mask {
+            causal: self.causal,
+            window: self.sliding_window,
+        })
+    }
+}
+
+impl Plan {
+    /// Whether a call of [`attend`] by this plan takes microseconds: not worth waking, or making way for, a thread.
+    ///
+    /// # Errors
+    /// As [`attend`], for `options`.
+    pub fn is_brief(&self, options: &Options) -> Result<bool> {
+        let mask = self.mask(options)?;
+        Ok(self.schedule(mask).brief)
+    }
+
+    fn mask(&self, options: &Options) -> Result<Mask> {
+        let mask = options.mask()?;
+        match self.more_rows_than_keys() {
+            Some((s, sequence)) if mask.causal => Err(Error::invalid(
+                "kv_lens",
+                format!(
+                    "sequence {s} has {} tokens of KV and more new rows; with causal=True its new tokens count among them",
+                    sequence.kv_len
+                ),
+            )),
+            _ => Ok(mask),
+        }
+    }
+}
+
+/// Attention of every query row over its sequence's keys and values, by a plan, under one instruction set.
+///
+/// A row that sees no key (without `causal`, in a sequence without KV) is zero.
+///
+/// # Errors
+/// The query, the output or the cache do not have the plan's shape; `options` contradict themselves; with `causal`, a
+/// sequence has more rows than keys; this CPU lacks `isa`. The output is then untouched.
+pub fn attend(
+    plan: &Plan,
+    isa: Isa,
+    query: &Vectors<'_>,
+    layer: &KvLayer<'_>,
+    out: &mut VectorsMut<'_>,
+    options: &Options,
+) -> Result<()> {
+    let shape = plan.shape();
+    let rows = [plan.num_tokens(), shape.num_heads, shape.head_dim];
+    for (argument, came) in [("query", query.shape()), ("out", out.shape())] {
+        if came != rows {
+            return Err(Error::invalid(
+                argument,
+                format!("got shape {came:?}, expected {rows:?}"),
+            ));
+        }
+    }
+    let spec = layer.spec();
+    let cache = [
+        spec.num_blocks,
+        spec.num_kv_heads,
+        spec.block_size,
+        spec.head_dim,
+    ];
+    let planned = [
+        shape.num_blocks,
+        shape.num_kv_heads,
+        shape.block_size,
+        shape.head_dim,
+    ];
+    if cache != planned {
+        return Err(Error::invalid(
+            "key_cache",
+            format!(
+                "got [blocks, KV heads, block size, head_dim] = {cache:?}, the plan was made for {planned:?}"
+            ),
+        ));
+    }
+    let mask = plan.mask(options)?;
+    if !isa.is_available() {
+        return Err(Error::invalid("isa", format!("this CPU has no {isa}")));
+    }
+
+    let schedule = plan.schedule(mask);
+    let mut scratch = lock(&plan.scratch).pop().unwrap_or_default();
+    let call = Call {
+        plan,
+        schedule: &schedule,
+        mask,
+        scale: options.scale,
+        query: *query,
+        layer: *layer,
+        out,
+        scratch: scratch.share(plan, &schedule),
+    };
+    let next = AtomicUsize::new(0);
+    let work = || {
+        isa.dispatch(Work {
+            call: &call,
+            next: &next,
+        });
+    };
+    threads::run(if schedule.inline { 1 } else { plan.threads }, work);
+    lock(&plan.scratch).push(scratch);
+    Ok(())
+}
+
+/// One thread's share of a call.
+struct Work<'a> {
+    call: &'a Call<'a>,
+    next: &'a AtomicUsize,
+}
+
+impl Dispatch for Work<'_> {
+    type Output = ();
+    fn run<S: Simd>(self, s: S) {
+        match self.call.layer.spec().dtype {
+            KvDtype::F32 => kernel::run_items::<S, format::F32>(s, self.call, self.next),
+            KvDtype::F16 => kernel::run_items::<S, format::F16>(s, self.call, self.next),
+            KvDtype::Bf16 => kernel::run_items::<S, format::Bf16>(s, self.call, self.next),
+        }
+    }
+}
+
+fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,174 @@
+//! AVX2 with FMA and F16C: eight lanes, sixteen registers. bf16 pairs are widened and multiplied one after another.
+
+use std::arch::x86_64::*;
+
+use super::{Kernel, Simd};
+
+/// Proof that this CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2(());
+
+impl Avx2 {
+    #[inline]
+    pub(super) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c"))
+        .then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn shim<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+#[inline(always)]
+fn low(pairs: __m256i) -> __m256 {
+    // SAFETY: called from methods of `Avx2` alone, which proves the instructions.
+    unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)) }
+}
+
+#[inline(always)]
+fn high(pairs: __m256i) -> __m256 {
+    // SAFETY: as above.
+    unsafe {
+        _mm256_castsi256_ps(_mm256_and_si256(
+            pairs,
+            _mm256_set1_epi32(0xffff_0000_u32 as i32),
+        ))
+    }
+}
+
+// SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx2 {
+    type F32 = __m256;
+    type Pairs = __m256i;
+    const LANES: usize = 8;
+    const ACCUMULATORS: usize = 12;
+
+    #[inline(always)]
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+        unsafe { shim(self, kernel) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, a: __m256) {
+        unsafe { _mm256_storeu_ps(p, a) };
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, a: __m256) {
+        unsafe {
+            let u = _mm256_castps_si256(a);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(u), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let words = _mm256_srli_epi32::<16>(rounded);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(words, words));
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
+    }
+
+    #[inline(always)]
+    fn splat(self, a: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(a) }
+    }
+    #[inline(always)]
+    fn splat_pairs(self, a: u32) -> __m256i {
+        unsafe { _mm256_set1_epi32(a as i32) }
+    }
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn round(self, a: __m256) -> __m256 {
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+    #[inline(always)]
+    fn scale(self, a: __m256, n: __m256) -> __m256 {
+        unsafe {
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
+        }
+    }
+    #[inline(always)]
+    fn select_below(self, a: __m256, limit: f32, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_blendv_ps(c, b, _mm256_cmp_ps::<_CMP_LT_OQ>(a, _mm256_set1_ps(limit))) }
+    }
+    #[inline(always)]
+    fn select_lanes(self, lo: usize, hi: usize, a: __m256, b: __m256) -> __m256 {
+        unsafe {
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let before = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo as i32), lane);
+            let until = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi as i32), lane);
+            _mm256_blendv_ps(
+                b,
+                a,
+                _mm256_castsi256_ps(_mm256_andnot_si256(before, until)),
+            )
+        }
+    }
+    #[inline(always)]
+    fn sum(self, a: __m256) -> f32 {
+        unsafe {
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+        }
+    }
+    #[inline(always)]
+    fn maximum(self, a: __m256) -> f32 {
+        unsafe {
+            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
+        }
+    }
+    #[inline(always)]
+    fn first(self, a: __m256) -> f32 {
+        unsafe { _mm256_cvtss_f32(a) }
+    }
+    #[inline(always)]
+    fn dot(self, a: __m256i, b: __m256i, c: __m256) -> __m256 {
+        let c = self.fma(low(a), low(b), c);
+        self.fma(high(a), high(b), c)
+    }
+    #[inline(always)]
+    fn keep_half(self, a: __m256i, high: bool) -> __m256i {
+        let mask = if high { 0xffff_0000_u32 as i32 } else { 0xffff };
+        unsafe { _mm256_and_si256(a, _mm256_set1_epi32(mask)) }
+    }
+}

@@ -1,0 +1,195 @@
+//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs.
+
+use std::arch::x86_64::*;
+use std::mem::transmute;
+
+use super::{Kernel, Simd};
+
+/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 where the parameter says so.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512<const BF16: bool>(());
+
+impl<const BF16: bool> Avx512<BF16> {
+    #[inline]
+    pub(super) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && (!BF16 || is_x86_feature_detected!("avx512bf16")))
+        .then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn shim<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+fn shim_bf16<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+#[inline(always)]
+fn low(pairs: __m512i) -> __m512 {
+    // SAFETY: called from methods of `Avx512` alone, which proves the instructions.
+    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)) }
+}
+
+#[inline(always)]
+fn high(pairs: __m512i) -> __m512 {
+    // SAFETY: as above.
+    unsafe {
+        _mm512_castsi512_ps(_mm512_and_si512(
+            pairs,
+            _mm512_set1_epi32(0xffff_0000_u32 as i32),
+        ))
+    }
+}
+
+/// Lanes `lo..hi` of sixteen.
+#[inline(always)]
+fn lanes(lo: usize, hi: usize) -> __mmask16 {
+    ((1_u32 << hi) - (1_u32 << lo.min(hi))) as u16
+}
+
+// SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    type F32 = __m512;
+    type Pairs = __m512i;
+    const LANES: usize = 16;
+    const ACCUMULATORS: usize = 24;
+
+    #[inline(always)]
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+        if BF16 {
+            unsafe { shim_bf16(self, kernel) }
+        } else {
+            unsafe { shim(self, kernel) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, a: __m512) {
+        unsafe { _mm512_storeu_ps(p, a) };
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, a: __m512) {
+        unsafe {
+            let narrow: __m256i = if BF16 {
+                transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a))
+            } else {
+                let u = _mm512_castps_si512(a);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+            };
+            _mm256_storeu_si256(p.cast(), narrow);
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
+    }
+
+    #[inline(always)]
+    fn splat(self, a: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(a) }
+    }
+    #[inline(always)]
+    fn splat_pairs(self, a: u32) -> __m512i {
+        unsafe { _mm512_set1_epi32(a as i32) }
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+    #[inline(always)]
+    fn scale(self, a: __m512, n: __m512) -> __m512 {
+        unsafe { _mm512_scalef_ps(a, n) }
+    }
+    #[inline(always)]
+    fn select_below(self, a: __m512, limit: f32, b: __m512, c: __m512) -> __m512 {
+        unsafe {
+            let below = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, _mm512_set1_ps(limit));
+            _mm512_mask_mov_ps(c, below, b)
+        }
+    }
+    #[inline(always)]
+    fn select_lanes(self, lo: usize, hi: usize, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mask_mov_ps(b, lanes(lo, hi), a) }
+    }
+    #[inline(always)]
+    fn sum(self, a: __m512) -> f32 {
+        unsafe {
+            let a = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+        }
+    }
+    #[inline(always)]
+    fn maximum(self, a: __m512) -> f32 {
+        unsafe {
+            let a = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
+        }
+    }
+    #[inline(always)]
+    fn first(self, a: __m512) -> f32 {
+        unsafe { _mm512_cvtss_f32(a) }
+    }
+    #[inline(always)]
+    fn dot(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
+        if BF16 {
+            unsafe {
+                let [a, b] = [a, b].map(|x| transmute::<__m512i, __m512bh>(x));
+                _mm512_dpbf16_ps(c, a, b)
+            }
+        } else {
+            let c = self.fma(low(a), low(b), c);
+            self.fma(high(a), high(b), c)
+        }
+    }
+    #[inline(always)]
+    fn keep_half(self, a: __m512i, high: bool) -> __m512i {
+        let mask = if high { 0xffff_0000_u32 as i32 } else { 0xffff };
+        unsafe { _mm512_and_si512(a, _mm512_set1_epi32(mask)) }
+    }
+}

@@ -1,0 +1,88 @@
+//! The one exponential of the attention kernel: scores to weights, and the factors of the merge.
+
+use super::Simd;
+
+/// Below this the weight is exactly 0; at it, 2^n is still a normal number.
+const UNDERFLOW: f32 = -87.0;
+/// ln 2 in two parts; the first has few enough bits for `n * LN2_HIGH` to be exact.
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+/// Minimax in relative error (9.3e-8) of e^f on |f| <= ln 2 / 2, highest power first; the constant term is exactly 1,
+/// so that `exp(0)` is.
+const COEFFICIENTS: [f32; 6] = [
+    0.008_290_14,
+    0.041_898_85,
+    0.166_676_44,
+    0.499_991_43,
+    0.999_999_7,
+    1.0,
+];
+
+/// e^x for x <= 0, within about 2 ulp; 0 below -87 (also for -inf), NaN for NaN.
+#[inline(always)]
+pub(crate) fn exp<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
+    let f = s.fma(n, s.splat(-LN2_HIGH), x);
+    let f = s.fma(n, s.splat(-LN2_LOW), f);
+    let mut p = s.splat(COEFFICIENTS[0]);
+    for c in &COEFFICIENTS[1..] {
+        p = s.fma(p, f, s.splat(*c));
+    }
+    s.select_below(x, UNDERFLOW, s.splat(0.0), s.scale(p, n))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Dispatch, Isa, Kernel, MAX_LANES};
+    use super::*;
+
+    struct Exp<'a>(&'a mut [f32]);
+
+    impl Kernel for Exp<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for chunk in self.0.chunks_exact_mut(MAX_LANES) {
+                for lanes in chunk.chunks_exact_mut(S::LANES) {
+                    // SAFETY: a chunk has LANES elements.
+                    unsafe { s.store(lanes.as_mut_ptr(), exp(s, s.load(lanes.as_ptr()))) };
+                }
+            }
+        }
+    }
+
+    impl Dispatch for Exp<'_> {
+        type Output = ();
+        fn run<S: Simd>(self, s: S) {
+            s.vectorize(self);
+        }
+    }
+
+    #[test]
+    fn exp_is_accurate_zero_below_the_underflow_and_passes_nan() {
+        for isa in Isa::available() {
+            let x: Vec<f32> = (0..64 * 1024).map(|i| -0.0015 * i as f32).collect();
+            let mut y = x.clone();
+            isa.dispatch(Exp(&mut y));
+            for (&x, &y) in x.iter().zip(&y) {
+                let want = f64::from(x).exp();
+                if x < UNDERFLOW {
+                    assert_eq!(y, 0.0, "{isa} exp({x})");
+                } else {
+                    let error = (f64::from(y) / want - 1.0).abs();
+                    assert!(error < 3e-7, "{isa} exp({x}) = {y}, {error:e} off");
+                }
+            }
+            let mut edge = [-1.0; MAX_LANES];
+            edge[0] = 0.0;
+            edge[1] = f32::NEG_INFINITY;
+            edge[2] = f32::NAN;
+            edge[3] = -3e38;
+            isa.dispatch(Exp(&mut edge));
+            assert_eq!(edge[0], 1.0, "{isa}");
+            assert_eq!(edge[1], 0.0, "{isa}");
+            assert!(edge[2].is_nan(), "{isa}");
+            assert_eq!(edge[3], 0.0, "{isa}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Vector instructions behind one small trait, and the choice of instruction set at run time.
+//!
+//! A [`Simd`] value is a zero-size proof that this CPU has the instructions: only [`Isa::dispatch`] makes one, after
+//! detection. A kernel is written once, generic over `S: Simd`, as an `#[inline(always)]` [`Kernel::run`];
+//! [`Simd::vectorize`] runs it inside a function compiled with the instruction set's features, so that it becomes
+//! straight vector code. Each file below holds the intrinsics of one instruction set and nothing else.
+//!
+//! Bits are a function of the instruction set: every method is one rounding as documented (or a fixed sequence of
+//! them), nothing is contracted or reassociated, and sums across lanes follow one explicit tree.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod exp;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod scalar;
+
+use std::fmt;
+use std::sync::OnceLock;
+
+pub(crate) use exp::exp;
+
+use crate::{Error, Result};
+
+/// Lanes that the widest instruction set has; every `Simd::LANES` divides it, and so does every padded row.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// One instruction set. Methods are intrinsics; those that take a pointer demand no alignment.
+///
+/// # Safety of the pointer methods
+/// `load*` and `store*` need `LANES` elements (half as many bytes for 16-bit ones) valid at the pointer.
+#[allow(clippy::missing_safety_doc)] // said once, above
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// `LANES` floats.
+    type F32: Copy;
+    /// `LANES` pairs of bf16.
+    type Pairs: Copy;
+    /// Floats in a vector; divides [`MAX_LANES`].
+    const LANES: usize;
+    /// Accumulators that fit the register file beside the operands of a micro-kernel.
+    const ACCUMULATORS: usize;
+
+    /// Runs `kernel` in a function compiled for this instruction set.
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
+
+    unsafe fn load(self, p: *const f32) -> Self::F32;
+    unsafe fn store(self, p: *mut f32, a: Self::F32);
+    /// Widens f16, exactly.
+    unsafe fn load_f16(self, p: *const u16) -> Self::F32;
+    /// Narrows to bf16, to nearest even. NaN need not survive.
+    unsafe fn store_bf16(self, p: *mut u16, a: Self::F32);
+    unsafe fn load_pairs(self, p: *const u32) -> Self::Pairs;
+    /// Asks for the cache line at `p` into the second-level cache. Any address is allowed.
+    fn prefetch(self, p: *const u8);
+
+    fn splat(self, a: f32) -> Self::F32;
+    fn splat_pairs(self, a: u32) -> Self::Pairs;
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// The larger of two; unspecified where either is NaN.
+    fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b + c`, fused where the hardware can.
+    fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// To the nearest integer, ties to even.
+    fn round(self, a: Self::F32) -> Self::F32;
+    /// `a * 2^n` for integers `n` in `-126..=127`; unspecified for others.
+    fn scale(self, a: Self::F32, n: Self::F32) -> Self::F32;
+    /// `b` in the lanes where `a < limit`, else `c`. A NaN in `a` is not below.
+    fn select_below(self, a: Self::F32, limit: f32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `a` in lanes `lo..hi`, else `b`.
+    fn select_lanes(self, lo: usize, hi: usize, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// Sum of the lanes, by halves: lane i and lane i + n/2 first.
+    fn sum(self, a: Self::F32) -> f32;
+    /// Largest lane.
+    fn maximum(self, a: Self::F32) -> f32;
+    /// Lane 0.
+    fn first(self, a: Self::F32) -> f32;
+    /// `c + a.low * b.low + a.high * b.high`, as the instruction set does it.
+    fn dot(self, a: Self::Pairs, b: Self::Pairs, c: Self::F32) -> Self::F32;
+    /// Keeps the first (low) or second (high) element of each pair and clears the other.
+    fn keep_half(self, a: Self::Pairs, high: bool) -> Self::Pairs;
+}
+
+/// Code to run under an instruction set. `run` must be `#[inline(always)]` with all it calls.
+pub(crate) trait Kernel {
+    type Output;
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// Code that picks its own [`Simd::vectorize`] regions; `run` itself is compiled without special features.
+pub(crate) trait Dispatch {
+    type Output;
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// An instruction set. Results are reproducible bit for bit under one of them, not across them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Portable Rust; multiplications and additions round separately.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// The same with BF16 dot products.
+    Avx512Bf16,
+    /// AArch64.
+    Neon,
+}
+
+/// Names of [`Isa`]s, best first.
+const ISAS: [(Isa, &str); 5] = [
+    (Isa::Avx512Bf16, "avx512-bf16"),
+    (Isa::Avx512, "avx512"),
+    (Isa::Avx2, "avx2"),
+    (Isa::Neon, "neon"),
+    (Isa::Scalar, "scalar"),
+];
+
+/// The environment variable that forces an instruction set.
+const ISA_VARIABLE: &str = "LEAFKV_ISA";
+
+impl Isa {
+    /// The instruction set in use: the best that this CPU has, or what `LEAFKV_ISA` named when first asked.
+    ///
+    /// # Errors
+    /// `LEAFKV_ISA` names none, or one that this CPU lacks.
+    pub fn current() -> Result<Self> {
+        static CURRENT: OnceLock<Result<Isa>> = OnceLock::new();
+        CURRENT
+            .get_or_init(|| match std::env::var(ISA_VARIABLE) {
+                Ok(name) if !name.is_empty() => Self::parse(&name),
+                Err(std::env::VarError::NotUnicode(name)) => Self::parse(&name.to_string_lossy()),
+                _ => Ok(Self::available().next().unwrap_or(Self::Scalar)),
+            })
+            .clone()
+    }
+
+    /// Every instruction set that this CPU has, best first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        ISAS.into_iter()
+            .map(|(isa, _)| isa)
+            .filter(|isa| isa.is_available())
+    }
+
+    /// Whether this CPU (and build) can run it.
+    pub fn is_available(self) -> bool {
+        struct Probe;
+        impl Dispatch for Probe {
+            type Output = ();
+            fn run<S: Simd>(self, _: S) {}
+        }
+        self.dispatch(Probe).is_some()
+    }
+
+    /// Runs `f` with the token of this instruction set; `None` where the CPU lacks it.
+    pub(crate) fn dispatch<D: Dispatch>(self, f: D) -> Option<D::Output> {
+        match self {
+            Self::Scalar => Some(f.run(scalar::Scalar)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2::Avx2::detect().map(|s| f.run(s)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512::Avx512::<false>::detect().map(|s| f.run(s)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => avx512::Avx512::<true>::detect().map(|s| f.run(s)),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => neon::Neon::detect().map(|s| f.run(s)),
+            #[allow(unreachable_patterns)] // those of other architectures
+            _ => None,
+        }
+    }
+
+    fn parse(name: &str) -> Result<Self> {
+        let Some(&(isa, _)) = ISAS.iter().find(|(_, n)| *n == name) else {
+            let known = ISAS.map(|(_, n)| n).join(", ");
+            return Err(Error::invalid(
+                ISA_VARIABLE,
+                format!("{name:?} is not an instruction set; known are {known}"),
+            ));
+        };
+        if isa.is_available() {
+            Ok(isa)
+        } else {
+            let has: Vec<_> = Self::available().map(|i| i.to_string()).collect();
+            Err(Error::invalid(
+                ISA_VARIABLE,
+                format!("this CPU has no {name}; it has {}", has.join(", ")),
+            ))
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = ISAS.iter().find(|(isa, _)| isa == self);
+        f.write_str(name.map_or("?", |(_, name)| name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forced_instruction_set_is_taken_or_refused_by_name() {
+        assert_eq!(Isa::parse("scalar"), Ok(Isa::Scalar));
+        let unknown = Isa::parse("sse9").unwrap_err().to_string();
+        assert!(
+            unknown.contains("LEAFKV_ISA") && unknown.contains("sse9"),
+            "{unknown}"
+        );
+        let absent = if cfg!(target_arch = "aarch64") {
+            "avx2"
+        } else {
+            "neon"
+        };
+        let absent = Isa::parse(absent).unwrap_err().to_string();
+        assert!(absent.contains("this CPU has no"), "{absent}");
+    }
+}

@@ -1,0 +1,176 @@
+//! NEON: four lanes, thirty-two registers. bf16 pairs are widened and multiplied one after another.
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+
+use super::{Kernel, Simd};
+
+/// Proof that this CPU has NEON.
+#[derive(Clone, Copy)]
+pub(super) struct Neon(());
+
+impl Neon {
+    #[inline]
+    pub(super) fn detect() -> Option<Self> {
+        std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "neon")]
+fn shim<K: Kernel>(s: Neon, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+#[inline(always)]
+fn low(pairs: uint32x4_t) -> float32x4_t {
+    // SAFETY: called from methods of `Neon` alone, which proves the instructions.
+    unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs)) }
+}
+
+#[inline(always)]
+fn high(pairs: uint32x4_t) -> float32x4_t {
+    // SAFETY: as above.
+    unsafe { vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff_0000))) }
+}
+
+// SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Neon {
+    type F32 = float32x4_t;
+    type Pairs = uint32x4_t;
+    const LANES: usize = 4;
+    const ACCUMULATORS: usize = 24;
+
+    #[inline(always)]
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+        unsafe { shim(self, kernel) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> float32x4_t {
+        unsafe { vld1q_f32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, a: float32x4_t) {
+        unsafe { vst1q_f32(p, a) };
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
+        // The f16 intrinsics are not stable: shift the fields in place, fix the exponent by a multiplication that is
+        // exact (subnormals included), and give infinities and NaNs their exponent back.
+        unsafe {
+            let bits = vmovl_u16(vld1_u16(p));
+            let sign = vshlq_n_u32::<16>(vandq_u32(bits, vdupq_n_u32(0x8000)));
+            let magnitude = vshlq_n_u32::<13>(vandq_u32(bits, vdupq_n_u32(0x7fff)));
+            let scale = vdupq_n_f32(f32::from_bits((127 + 112) << 23));
+            let value = vreinterpretq_u32_f32(vmulq_f32(vreinterpretq_f32_u32(magnitude), scale));
+            let special = vcgeq_u32(magnitude, vdupq_n_u32(0x7c00 << 13));
+            let special = vandq_u32(special, vorrq_u32(magnitude, vdupq_n_u32(0x7f80_0000)));
+            vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(value, special), sign))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, a: float32x4_t) {
+        unsafe {
+            let u = vreinterpretq_u32_f32(a);
+            let odd = vandq_u32(vshrq_n_u32::<16>(u), vdupq_n_u32(1));
+            let rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+            vst1_u16(p, vshrn_n_u32::<16>(rounded));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> uint32x4_t {
+        unsafe { vld1q_u32(p) }
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // The prefetch intrinsic is not stable.
+        unsafe {
+            asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags));
+        };
+    }
+
+    #[inline(always)]
+    fn splat(self, a: f32) -> float32x4_t {
+        unsafe { vdupq_n_f32(a) }
+    }
+    #[inline(always)]
+    fn splat_pairs(self, a: u32) -> uint32x4_t {
+        unsafe { vdupq_n_u32(a) }
+    }
+    #[inline(always)]
+    fn add(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vaddq_f32(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vsubq_f32(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vmulq_f32(a, b) }
+    }
+    #[inline(always)]
+    fn max(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vmaxq_f32(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        unsafe { vfmaq_f32(c, a, b) }
+    }
+    #[inline(always)]
+    fn round(self, a: float32x4_t) -> float32x4_t {
+        unsafe { vrndnq_f32(a) }
+    }
+    #[inline(always)]
+    fn scale(self, a: float32x4_t, n: float32x4_t) -> float32x4_t {
+        unsafe {
+            let biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+            vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
+        }
+    }
+    #[inline(always)]
+    fn select_below(
+        self,
+        a: float32x4_t,
+        limit: f32,
+        b: float32x4_t,
+        c: float32x4_t,
+    ) -> float32x4_t {
+        unsafe { vbslq_f32(vcltq_f32(a, vdupq_n_f32(limit)), b, c) }
+    }
+    #[inline(always)]
+    fn select_lanes(self, lo: usize, hi: usize, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe {
+            let lane = vld1q_u32([0, 1, 2, 3].as_ptr());
+            let from = vcgeq_u32(lane, vdupq_n_u32(lo as u32));
+            let until = vcltq_u32(lane, vdupq_n_u32(hi as u32));
+            vbslq_f32(vandq_u32(from, until), a, b)
+        }
+    }
+    #[inline(always)]
+    fn sum(self, a: float32x4_t) -> f32 {
+        unsafe {
+            let a = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+            vget_lane_f32::<0>(a) + vget_lane_f32::<1>(a)
+        }
+    }
+    #[inline(always)]
+    fn maximum(self, a: float32x4_t) -> f32 {
+        unsafe { vmaxvq_f32(a) }
+    }
+    #[inline(always)]
+    fn first(self, a: float32x4_t) -> f32 {
+        unsafe { vgetq_lane_f32::<0>(a) }
+    }
+    #[inline(always)]
+    fn dot(self, a: uint32x4_t, b: uint32x4_t, c: float32x4_t) -> float32x4_t {
+        let c = self.fma(low(a), low(b), c);
+        self.fma(high(a), high(b), c)
+    }
+    #[inline(always)]
+    fn keep_half(self, a: uint32x4_t, high: bool) -> uint32x4_t {
+        let mask = if high { 0xffff_0000 } else { 0xffff };
+        unsafe { vandq_u32(a, vdupq_n_u32(mask)) }
+    }
+}

@@ -1,0 +1,301 @@
+//! What the attention tests share: sequences whose content is a function of their positions, caches whose every
+//! unwritten byte is poison, and ways to put the one into the other.
+#![allow(dead_code, missing_docs, unreachable_pub)] // each test crate uses a part
+
+use leafkv_core::Isa;
+use leafkv_core::attention::{
+    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Vectors, VectorsMut,
+    attend, naive, write_kv,
+};
+
+/// Every bit set: a NaN in each dtype.
+const POISON: u8 = 0xff;
+
+pub const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16];
+pub const LAYOUTS: [KvLayout; 2] = [KvLayout::Rows, KvLayout::Tiled];
+
+/// A number in [-1, 1) with 8 bits, so that each dtype holds it exactly: a function of all coordinates.
+pub fn number(coordinates: [usize; 5]) -> f32 {
+    let mut x = 0x9e37_79b9_7f4a_7c15_u64;
+    for c in coordinates {
+        x = (x ^ c as u64).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x ^= x >> 29;
+    }
+    (x >> 56) as f32 / 128.0 - 1.0
+}
+
+/// A text: its first `shared` tokens are those of `prefix`, the others its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Text {
+    pub id: usize,
+    pub prefix: usize,
+    pub shared: usize,
+}
+
+impl Text {
+    pub fn own(id: usize) -> Self {
+        Self {
+            id,
+            prefix: 0,
+            shared: 0,
+        }
+    }
+
+    fn source(&self, token: usize) -> usize {
+        if token < self.shared {
+            1_000_000 + self.prefix
+        } else {
+            self.id
+        }
+    }
+}
+
+/// New rows of a text: the last `rows` of its `kv_len` tokens.
+#[derive(Debug, Clone)]
+pub struct Sequence {
+    pub text: Text,
+    pub kv_len: usize,
+    pub rows: usize,
+    pub blocks: Vec<i32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Heads {
+    pub query: usize,
+    pub kv: usize,
+    pub dim: usize,
+}
+
+/// How rows lie in memory, or that they are tiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    Tiled,
+    /// `[block, head, token, dim]`
+    HeadMajor,
+    /// `[block, token, head, dim]`, as vLLM's and others' caches; K and V interleaved, misaligned by a few bytes.
+    TokenMajor,
+}
+
+pub struct Cache {
+    spec: KvSpec,
+    bytes: Vec<u8>,
+    order: Order,
+}
+
+impl Cache {
+    pub fn new(
+        dtype: KvDtype,
+        order: Order,
+        num_blocks: usize,
+        block_size: usize,
+        heads: Heads,
+    ) -> Self {
+        let layout = if order == Order::Tiled {
+            KvLayout::Tiled
+        } else {
+            KvLayout::Rows
+        };
+        let spec = KvSpec {
+            dtype,
+            layout,
+            num_blocks,
+            num_kv_heads: heads.kv,
+            block_size,
+            head_dim: heads.dim,
+        };
+        let size = 2 * num_blocks * heads.kv * block_size * heads.dim * dtype.size();
+        Self {
+            spec,
+            bytes: vec![POISON; size + 64],
+            order,
+        }
+    }
+
+    pub fn spec(&self) -> KvSpec {
+        self.spec
+    }
+
+    pub fn layer(&self) -> KvLayer<'_> {
+        let s = &self.spec;
+        let token = (s.head_dim * s.dtype.size()) as isize;
+        let head = token * s.block_size as isize;
+        let block = head * s.num_kv_heads as isize;
+        let base = self.bytes.as_ptr().cast_mut();
+        // All blocks of K, then all of V; or in turns, with a base that is aligned to nothing but the element.
+        let (key, value) = match self.order {
+            Order::TokenMajor => {
+                let key = KvArray {
+                    base: base.wrapping_add(s.dtype.size()),
+                    block_stride: 2 * block,
+                    head_stride: token,
+                    token_stride: token * s.num_kv_heads as isize,
+                };
+                (
+                    key,
+                    KvArray {
+                        base: key.base.wrapping_offset(block),
+                        ..key
+                    },
+                )
+            }
+            _ => {
+                let key = KvArray {
+                    base,
+                    block_stride: block,
+                    head_stride: head,
+                    token_stride: token,
+                };
+                let all = block * s.num_blocks as isize;
+                (
+                    key,
+                    KvArray {
+                        base: base.wrapping_offset(all),
+                        ..key
+                    },
+                )
+            }
+        };
+        // SAFETY: the strides stay inside `bytes`, which tests write from one thread only.
+        unsafe { KvLayer::new(*s, key, value).unwrap() }
+    }
+
+    /// Writes tokens `0..kv_len` of a sequence.
+    pub fn fill(&mut self, sequence: &Sequence) {
+        let s = self.spec;
+        let slots: Vec<i64> = (0..sequence.kv_len)
+            .map(|t| {
+                i64::from(sequence.blocks[t / s.block_size]) * s.block_size as i64
+                    + (t % s.block_size) as i64
+            })
+            .collect();
+        let side = |side: usize| -> Vec<f32> {
+            let mut data = Vec::with_capacity(slots.len() * s.num_kv_heads * s.head_dim);
+            for t in 0..sequence.kv_len {
+                for h in 0..s.num_kv_heads {
+                    data.extend(
+                        (0..s.head_dim).map(|d| number([side, sequence.text.source(t), t, h, d])),
+                    );
+                }
+            }
+            data
+        };
+        let (key, value) = (side(1), side(2));
+        write_kv(
+            &self.layer(),
+            &Vectors::from_slice(&key, s.num_kv_heads, s.head_dim),
+            &Vectors::from_slice(&value, s.num_kv_heads, s.head_dim),
+            &slots,
+        )
+        .unwrap();
+    }
+}
+
+/// Hands out blocks in a scrambled order.
+pub struct Blocks {
+    free: Vec<i32>,
+}
+
+impl Blocks {
+    pub fn new(count: usize, seed: usize) -> Self {
+        let mut free: Vec<i32> = (0..count as i32).collect();
+        free.sort_by_key(|&id| (number([7, seed, id as usize, 0, 0]) * 128.0) as i32 ^ id & 3);
+        Self { free }
+    }
+
+    pub fn take(&mut self, n: usize) -> Vec<i32> {
+        self.free.split_off(self.free.len() - n)
+    }
+}
+
+/// The queries of all rows: functions of text, position and query head.
+pub fn queries(sequences: &[Sequence], heads: Heads) -> Vec<f32> {
+    let mut data = Vec::new();
+    for s in sequences {
+        // Without causality there may be more rows than keys.
+        for t in (0..s.rows).map(|i| (s.kv_len + i).wrapping_sub(s.rows)) {
+            for h in 0..heads.query {
+                data.extend((0..heads.dim).map(|d| 4.0 * number([3, s.text.source(t), t, h, d])));
+            }
+        }
+    }
+    data
+}
+
+pub fn plan(sequences: &[Sequence], spec: &KvSpec, heads: Heads, threads: usize) -> Plan {
+    let mut starts = vec![0];
+    for s in sequences {
+        starts.push(starts[starts.len() - 1] + s.rows as i32);
+    }
+    let lens: Vec<i32> = sequences.iter().map(|s| s.kv_len as i32).collect();
+    let widest = sequences.iter().map(|s| s.blocks.len()).max().unwrap_or(0);
+    let shape = PlanShape {
+        num_heads: heads.query,
+        num_kv_heads: heads.kv,
+        head_dim: heads.dim,
+        block_size: spec.block_size,
+        num_blocks: spec.num_blocks,
+    };
+    let id = |s: usize, i: usize| sequences[s].blocks.get(i).copied().unwrap_or(-1);
+    Plan::new(shape, widest, id, &starts, &lens, Some(threads)).unwrap()
+}
+
+pub const CAUSAL: Options = Options {
+    scale: 0.125,
+    causal: true,
+    sliding_window: None,
+};
+
+/// Runs attention; the output starts as poison, so that a row left out is seen.
+pub fn run(
+    isa: Isa,
+    sequences: &[Sequence],
+    cache: &Cache,
+    heads: Heads,
+    threads: usize,
+    options: &Options,
+) -> Vec<f32> {
+    let plan = plan(sequences, &cache.spec(), heads, threads);
+    let query = queries(sequences, heads);
+    let mut out = vec![f32::NAN; query.len()];
+    attend(
+        &plan,
+        isa,
+        &Vectors::from_slice(&query, heads.query, heads.dim),
+        &cache.layer(),
+        &mut VectorsMut::from_slice(&mut out, heads.query, heads.dim),
+        options,
+    )
+    .unwrap();
+    out
+}
+
+pub fn oracle(sequences: &[Sequence], cache: &Cache, heads: Heads, options: &Options) -> Vec<f64> {
+    let plan = plan(sequences, &cache.spec(), heads, 1);
+    let query = queries(sequences, heads);
+    naive::attend(
+        &plan,
+        &Vectors::from_slice(&query, heads.query, heads.dim),
+        &cache.layer(),
+        options,
+    )
+    .unwrap()
+}
+
+/// Largest difference that rounding explains: values are below 1, and in bf16 the weights have 8 bits.
+pub fn tolerance(dtype: KvDtype) -> f64 {
+    match dtype {
+        KvDtype::F32 | KvDtype::F16 => 2e-6,
+        KvDtype::Bf16 => 1.05 / 512.0,
+    }
+}
+
+pub fn assert_close(out: &[f32], want: &[f64], dtype: KvDtype, what: &str) {
+    assert_eq!(out.len(), want.len());
+    for (i, (&x, &y)) in out.iter().zip(want).enumerate() {
+        let error = (f64::from(x) - y).abs();
+        assert!(
+            error <= tolerance(dtype),
+            "{what}: element {i} is {x}, expected {y}, {error:e} off"
+        );
+    }
+}

@@ -1,0 +1,226 @@
+//! Paged attention as Python sees it: arguments checked, the GIL released while it is worth it.
+
+use std::num::NonZeroUsize;
+
+use leafkv_core::Isa;
+use leafkv_core::attention::{
+    Options, Plan, PlanShape, attend, copy_blocks as copy, write_kv as write,
+};
+use pyo3::prelude::*;
+use pyo3::types::PyBool;
+
+use crate::array::strided::{Strided, empty, expect_storable, kv_layer};
+use crate::error::{invalid, to_py};
+
+/// Elements that are copied or converted before another Python thread would have noticed a released GIL.
+const BRIEF_ELEMENTS: usize = 1 << 16;
+
+/// Who computes what in one step of paged attention; made once, used by every layer.
+#[pyclass(frozen, module = "leafkv._core")]
+pub(crate) struct AttentionPlan(Plan);
+
+#[pymethods]
+impl AttentionPlan {
+    #[new]
+    #[pyo3(signature = (block_tables, query_starts, kv_lens, *, num_heads, num_kv_heads, head_dim, block_size, num_blocks, num_threads = None))]
+    #[allow(clippy::too_many_arguments)] // Python's keyword arguments
+    fn new(
+        block_tables: &Bound<'_, PyAny>,
+        query_starts: &Bound<'_, PyAny>,
+        kv_lens: &Bound<'_, PyAny>,
+        num_heads: &Bound<'_, PyAny>,
+        num_kv_heads: &Bound<'_, PyAny>,
+        head_dim: &Bound<'_, PyAny>,
+        block_size: &Bound<'_, PyAny>,
+        num_blocks: &Bound<'_, PyAny>,
+        num_threads: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let shape = PlanShape {
+            num_heads: positive("num_heads", num_heads)?,
+            num_kv_heads: positive("num_kv_heads", num_kv_heads)?,
+            head_dim: positive("head_dim", head_dim)?,
+            block_size: positive("block_size", block_size)?,
+            num_blocks: positive("num_blocks", num_blocks)?,
+        };
+        plan(block_tables, query_starts, kv_lens, shape, num_threads).map(Self)
+    }
+
+    /// Attention of every query row over its sequence's KV, see `paged_attention`.
+    #[pyo3(signature = (query, key_cache, value_cache, *, scale = None, causal = true, sliding_window = None, out = None))]
+    #[allow(clippy::too_many_arguments)] // Python's keyword arguments
+    fn attend<'py>(
+        &self,
+        query: &Bound<'py, PyAny>,
+        key_cache: &Bound<'py, PyAny>,
+        value_cache: &Bound<'py, PyAny>,
+        scale: Option<f64>,
+        causal: bool,
+        sliding_window: Option<&Bound<'py, PyAny>>,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let options = options(scale, causal, sliding_window, self.0.shape().head_dim)?;
+        let query = Strided::new("query", query)?;
+        let caches = [
+            Strided::new("key_cache", key_cache)?,
+            Strided::new("value_cache", value_cache)?,
+        ];
+        run(key_cache.py(), &self.0, &query, &caches, &options, out)
+    }
+}
+
+/// Attention over a paged KV cache (PagedAttention, Kwon et al. 2023). Bit-equal in any batch.
+#[pyfunction]
+#[pyo3(signature = (query, key_cache, value_cache, block_tables, query_starts, kv_lens, *, scale = None, causal = true, sliding_window = None, out = None, num_threads = None))]
+#[allow(clippy::too_many_arguments)] // Python's keyword arguments
+pub(crate) fn paged_attention<'py>(
+    query: &Bound<'py, PyAny>,
+    key_cache: &Bound<'py, PyAny>,
+    value_cache: &Bound<'py, PyAny>,
+    block_tables: &Bound<'py, PyAny>,
+    query_starts: &Bound<'py, PyAny>,
+    kv_lens: &Bound<'py, PyAny>,
+    scale: Option<f64>,
+    causal: bool,
+    sliding_window: Option<&Bound<'py, PyAny>>,
+    out: Option<Bound<'py, PyAny>>,
+    num_threads: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let query = Strided::new("query", query)?;
+    let caches = [
+        Strided::new("key_cache", key_cache)?,
+        Strided::new("value_cache", value_cache)?,
+    ];
+    query.vectors()?;
+    let [_, num_heads, head_dim] = *query.shape() else {
+        unreachable!("vectors have three dimensions");
+    };
+    let spec = *kv_layer(&caches[0], &caches[1], head_dim)?.spec();
+    let shape = PlanShape {
+        num_heads,
+        num_kv_heads: spec.num_kv_heads,
+        head_dim,
+        block_size: spec.block_size,
+        num_blocks: spec.num_blocks,
+    };
+    let options = options(scale, causal, sliding_window, head_dim)?;
+    let plan = plan(block_tables, query_starts, kv_lens, shape, num_threads)?;
+    run(key_cache.py(), &plan, &query, &caches, &options, out)
+}
+
+/// Store new keys and values, float32 [T, num_kv_heads, head_dim], at `slots` [T]; slot -1 is skipped.
+#[pyfunction]
+pub(crate) fn write_kv(
+    key: &Bound<'_, PyAny>,
+    value: &Bound<'_, PyAny>,
+    key_cache: &Bound<'_, PyAny>,
+    value_cache: &Bound<'_, PyAny>,
+    slots: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let py = key.py();
+    let (key, value) = (Strided::new("key", key)?, Strided::new("value", value)?);
+    let caches = [
+        Strided::new("key_cache", key_cache)?,
+        Strided::new("value_cache", value_cache)?,
+    ];
+    let (keys, values) = (key.vectors()?, value.vectors()?);
+    let layer = kv_layer(&caches[0], &caches[1], keys.shape()[2])?;
+    expect_storable([&caches[0], &caches[1]], [&key, &value])?;
+    let slots = Strided::new("slots", slots)?.int64_vector()?;
+    let brief = keys.shape().iter().product::<usize>() <= BRIEF_ELEMENTS;
+    maybe_detach(py, brief, || write(&layer, &keys, &values, &slots)).map_err(to_py)
+}
+
+/// Copy whole blocks of `cache` (first axis: blocks, each contiguous) by `(source, destination)` rows.
+#[pyfunction]
+pub(crate) fn copy_blocks(cache: &Bound<'_, PyAny>, pairs: &Bound<'_, PyAny>) -> PyResult<()> {
+    let blocks = Strided::new("cache", cache)?.blocks()?;
+    let pairs = Strided::new("pairs", pairs)?.pairs()?;
+    copy(&blocks, &pairs).map_err(to_py)
+}
+
+/// The instruction set in use: "avx512-bf16", "avx512", "avx2", "neon" or "scalar".
+#[pyfunction]
+pub(crate) fn instruction_set() -> PyResult<String> {
+    Ok(Isa::current().map_err(to_py)?.to_string())
+}
+
+fn plan(
+    block_tables: &Bound<'_, PyAny>,
+    query_starts: &Bound<'_, PyAny>,
+    kv_lens: &Bound<'_, PyAny>,
+    shape: PlanShape,
+    num_threads: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Plan> {
+    let tables = Strided::new("block_tables", block_tables)?;
+    let id = tables.int32_matrix()?;
+    let starts = Strided::new("query_starts", query_starts)?.int32_vector()?;
+    let lens = Strided::new("kv_lens", kv_lens)?.int32_vector()?;
+    if tables.shape()[0] != lens.len() {
+        let problem = format!(
+            "got {} rows, expected one a sequence, {}",
+            tables.shape()[0],
+            lens.len()
+        );
+        return Err(invalid("block_tables", problem));
+    }
+    let threads = num_threads
+        .map(|n| positive("num_threads", n))
+        .transpose()?;
+    Plan::new(shape, tables.shape()[1], id, &starts, &lens, threads).map_err(to_py)
+}
+
+fn options(
+    scale: Option<f64>,
+    causal: bool,
+    sliding_window: Option<&Bound<'_, PyAny>>,
+    head_dim: usize,
+) -> PyResult<Options> {
+    Ok(Options {
+        scale: scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt()) as f32,
+        causal,
+        sliding_window: sliding_window
+            .map(|n| positive("sliding_window", n))
+            .transpose()?,
+    })
+}
+
+fn run<'py>(
+    py: Python<'py>,
+    plan: &Plan,
+    query: &Strided<'_>,
+    caches: &[Strided<'_>; 2],
+    options: &Options,
+    out: Option<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let [key, value] = caches;
+    let vectors = query.vectors()?;
+    let layer = kv_layer(key, value, plan.shape().head_dim)?;
+    let out = out.unwrap_or_else(|| empty(py, vectors.shape()));
+    let mut rows = Strided::new("out", &out)?.vectors_mut(&[query, key, value])?;
+    let isa = Isa::current().map_err(to_py)?;
+    let brief = plan.is_brief(options).map_err(to_py)?;
+    maybe_detach(py, brief, || {
+        attend(plan, isa, &vectors, &layer, &mut rows, options)
+    })
+    .map_err(to_py)?;
+    Ok(out)
+}
+
+/// Runs `work` without the GIL, unless it is over before anyone could make use of it.
+fn maybe_detach<T: Send>(py: Python<'_>, brief: bool, work: impl FnOnce() -> T + Send) -> T {
+    if brief { work() } else { py.detach(work) }
+}
+
+/// A size: an int of at least 1.
+fn positive(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let number = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<NonZeroUsize>().ok());
+    number.flatten().map(NonZeroUsize::get).ok_or_else(|| {
+        let got = value
+            .repr()
+            .map_or_else(|_| "an object".to_owned(), |repr| repr.to_string());
+        invalid(
+            argument,
+            format!("got {got}, expected an int of at least 1"),
+        )
+    })
+}

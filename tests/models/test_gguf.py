@@ -1,0 +1,163 @@
+"""GGUF files: the same models as in Hugging Face directories, and files that are cut, damaged or incomplete."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from leafkv.errors import ModelLoadError
+from leafkv.models import load_model
+from leafkv.models.config_hf import config_from_hf
+from leafkv.models.gguf import GGUFFile
+from leafkv.models.parameters import read_weights
+from leafkv.models.rope import Llama3Scaling
+
+from .paged import run
+from .tiny import CONFIGS, as_gguf_config, sequences, tensors, write_gguf, write_hf
+
+
+@pytest.fixture(autouse=True)
+def _no_weights_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAFKV_CACHE_MAX_BYTES", "0")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3", "mistral-full"])
+def test_equals_the_hugging_face_directory(name: str, tmp_path: Path) -> None:
+    ours = load_model(write_gguf(tmp_path / "model.gguf", CONFIGS[name]))
+    theirs = load_model(write_hf(tmp_path / "hf", CONFIGS[name]))
+    assert ours.config.eos_token_ids == theirs.config.eos_token_ids == (2,)
+    for left, right in zip(run(ours.model, sequences(), [9]), run(theirs.model, sequences(), [9]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+
+
+def test_rope_scalings(tmp_path: Path) -> None:
+    """Linear and YaRN are options of the file; Llama 3.1's is a tensor of divisors."""
+    scaled = {
+        "llama-linear": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+        "llama-yarn": {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 16,
+        },
+    }
+    for name, options in scaled.items():
+        model = load_model(write_gguf(tmp_path / f"{name}.gguf", CONFIGS["llama"], extra=options))
+        expected = as_gguf_config(config_from_hf(CONFIGS[name]))
+        assert model.config.rope_scaling == expected.rope_scaling, name
+
+    scaling = config_from_hf(CONFIGS["llama-llama3"]).rope_scaling
+    assert isinstance(scaling, Llama3Scaling)
+    plain = 100.0 ** (-np.arange(0, 8, 2) / 8)
+    divisors = {"rope_freqs.weight": (plain / scaling.scale(plain, 100.0)).astype(np.float32)}
+    path = write_gguf(tmp_path / "llama3.gguf", CONFIGS["llama"], more=divisors)
+    ours = run(load_model(path).model, sequences(), [9])
+    theirs = run(load_model(write_hf(tmp_path / "hf", CONFIGS["llama-llama3"])).model, sequences(), [9])
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_tensors(quantization: str, tmp_path: Path) -> None:
+    # Rows of 32 and 64: whole quantization blocks; more of them than are dequantized at a time.
+    raw = CONFIGS["qwen2"] | {"intermediate_size": 64, "vocab_size": 3000}
+    weights = tensors(raw)
+    file = GGUFFile(write_gguf(tmp_path / "model.gguf", raw, quantization=quantization))
+    read = read_weights(file, config_from_hf(raw))
+    kind = gguf.GGMLQuantizationType[quantization]
+    for name, tensor in (("embedding", "model.embed_tokens"), ("layers.1.down", "model.layers.1.mlp.down_proj")):
+        expected = gguf.dequantize(gguf.quantize(weights[f"{tensor}.weight"], kind), kind)
+        np.testing.assert_array_equal(read[name], expected)
+
+
+def test_a_type_that_cannot_be_dequantized(tmp_path: Path) -> None:
+    norm = {"output_norm.weight": np.ones(32)}
+    path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], more=norm, without=tuple(norm))
+    with pytest.raises(ModelLoadError, match=r"'output_norm.weight' is of type F64"):
+        load_model(path)
+
+
+def test_a_tensor_that_the_model_would_not_use(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], more={"blk.0.attn_sinks": np.ones(4, np.float32)})
+    with pytest.raises(ModelLoadError, match=r"'blk.0.attn_sinks' is not one that a llama model has"):
+        load_model(path)
+
+
+def test_a_cut_file_is_an_error_wherever_it_is_cut(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", CONFIGS["llama"]).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    header = whole.index(b"blk.0.attn_norm")
+    load_model(tmp_path / "whole.gguf")
+    # The writer pads the last tensor, by less than 32 bytes.
+    offsets = {*range(header, len(whole) - 32, 611), *range(0, header, 37), 1, 4, 8, 16, 23, 24, len(whole) - 32}
+    for size in sorted(offsets):
+        cut.write_bytes(whole[:size])
+        with pytest.raises(ModelLoadError, match=r"cut\.gguf: (the file is empty|not a GGUF|cut or damaged)"):
+            load_model(cut)
+
+
+def test_a_damaged_header_never_raises_anything_else(tmp_path: Path) -> None:
+    """Nor does it take long or much memory: lengths are compared with the file first."""
+    whole = write_gguf(tmp_path / "whole.gguf", CONFIGS["llama"]).read_bytes()
+    header = whole.index(b"output_norm.weight") + 60
+    damaged = tmp_path / "damaged.gguf"
+    rng = random.Random(5)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 4))):
+            data[rng.randrange(header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        damaged.write_bytes(data)
+        try:
+            load_model(damaged)
+        except ModelLoadError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("blk.1.attn_k.weight", "tensor 'blk.1.attn_k.weight' is missing"),
+        ("token_embd.weight", "tensor 'token_embd.weight' is missing"),
+        ("blk.0.ffn_norm.weight", "tensor 'blk.0.ffn_norm.weight' is missing"),
+    ],
+)
+def test_a_missing_tensor_is_named(tensor: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], without=(tensor,)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"llama.expert_count": 8}, "llama.expert_count = 8"),
+        ({"llama.attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping = 50.0"),
+        ({"llama.attention.max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias = 8.0"),
+        ({"llama.attention.causal": False}, "llama.attention.causal = False"),
+        ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count = 4"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
+        ({"llama.attention.sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern = 2"),
+        ({"llama.something_new": 1}, "llama.something_new = 1"),
+        ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix"),
+    ],
+)
+def test_an_unsupported_option_is_refused_by_name(extra: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], extra=extra))
+
+
+def test_neutral_options_and_notes_are_accepted(tmp_path: Path) -> None:
+    extra = {"llama.expert_count": 0, "llama.attention.causal": True, "llama.rope.scaling.finetuned": False}
+    load_model(write_gguf(tmp_path / "model.gguf", CONFIGS["llama"], extra=extra))
+
+
+def test_sliding_window(tmp_path: Path) -> None:
+    extra = {"llama.attention.sliding_window": 7}
+    ours = load_model(write_gguf(tmp_path / "model.gguf", CONFIGS["mistral"], extra=extra)).model
+    theirs = load_model(write_hf(tmp_path / "hf", CONFIGS["mistral"])).model
+    for left, right in zip(run(ours, sequences(), [9]), run(theirs, sequences(), [9]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
