@@ -71,7 +71,7 @@ def test_the_end_of_sequence_ends_an_answer(loaded: LoadedModel) -> None:
 
 def test_a_shared_prefix_is_computed_once(loaded: LoadedModel) -> None:
     """16 requests of 1,024 shared and 32 own tokens, together on a cold cache."""
-    text = " ".join(item["prompt"] for item in ITEMS) * 6
+    text = " ".join(item["prompt"] for item in ITEMS) * 8
     shared = loaded.tokenizer.encode(text)[:1024]
     assert len(shared) == 1024
     prompts = [[*shared, *range(1000 + 40 * i, 1032 + 40 * i)] for i in range(16)]
