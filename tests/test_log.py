@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -11,16 +12,22 @@ from leafkv import log
 from leafkv.errors import InvalidInputError
 
 
-@pytest.fixture(autouse=True)
-def _untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # pytest's own handlers on the root logger would count as an application's.
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(log.logger, "handlers", [])
-    level = log.logger.level
-    yield
-    log.logger.setLevel(level)
+@contextmanager
+def no_handlers() -> Iterator[None]:
+    """An application that has not set up logging: pytest's own handlers on the root logger would count as one."""
+    loggers = (logging.getLogger(), log.logger)
+    before = [(logger, logger.handlers, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers = []
+    try:
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers = handlers
+            logger.setLevel(level)
 
 
+@no_handlers()
 def test_shown_once_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     log.show()
     log.show()
@@ -28,18 +35,20 @@ def test_shown_once_on_standard_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr() == ("", "leafkv: 4 blocks\n")
 
 
+@no_handlers()
 def test_the_level_is_the_environments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LEAFKV_LOG", "warning")
     log.show()
     log.logger.info("figures")
     log.logger.warning("trouble")
     assert capsys.readouterr().err == "leafkv: trouble\n"
-    monkeypatch.setattr(log.logger, "handlers", [])
+    log.logger.handlers = []
     monkeypatch.setenv("LEAFKV_LOG", "loud")
-    with pytest.raises(InvalidInputError, match="LEAFKV_LOG: expected debug, .* got 'loud'"):
+    with pytest.raises(InvalidInputError, match=r"LEAFKV_LOG: expected debug, .* got 'loud'"):
         log.show()
 
 
+@no_handlers()
 def test_an_application_that_logs_itself_decides(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     log.show()
