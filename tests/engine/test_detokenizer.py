@@ -56,7 +56,7 @@ def test_pieces_together_are_the_text(loaded: LoadedModel, skip_special_tokens: 
 
 def test_streamed_text_is_the_answers_text(loaded: LoadedModel) -> None:
     """Of the real model, at a temperature that makes it write anything."""
-    llm = LLM(loaded, num_blocks=16)
+    llm = LLM(loaded, num_blocks=16, num_threads=1)
     params = SamplingParams(temperature=3.0, seed=7, max_tokens=40, ignore_eos=True)
     texts = [output.outputs[0].text for output in llm.stream("Emoji: 🙂", params)]
     assert all(after.startswith(before) for before, after in itertools.pairwise(texts))

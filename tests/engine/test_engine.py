@@ -144,7 +144,7 @@ def test_what_a_failing_step_wrote_is_never_found() -> None:
     assert again.num_cached_tokens == 0
 
 
-def test_an_interrupt_undoes_the_step() -> None:
+def test_an_interrupt_takes_the_step_back() -> None:
     """Ctrl-C reaches the caller; the requests go on as if the step had not been."""
     model = ToyModel()
     rig = Rig(model, num_blocks=8)

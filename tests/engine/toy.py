@@ -33,7 +33,7 @@ LOGITS = _rng.standard_normal((PRIME, VOCAB)).astype(np.float32)
 MIX = _rng.integers(1, PRIME, DIM)
 
 
-def first_values(tokens: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
+def first_values(tokens: NDArray[Any], positions: NDArray[Any]) -> Any:
     return BY_TOKEN[tokens] + BY_POSITION[positions % len(BY_POSITION)]
 
 
@@ -45,7 +45,8 @@ def reference_logits(tokens: Sequence[int]) -> NDArray[np.float32]:
     """The logits after ``tokens``."""
     ids = np.array(tokens)
     first = first_values(ids, np.arange(len(ids))).cumsum(axis=0)
-    return LOGITS[state(BY_STATE[state(first)].sum(axis=0))]
+    logits: NDArray[np.float32] = LOGITS[state(BY_STATE[state(first)].sum(axis=0))]
+    return logits
 
 
 def reference(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
@@ -82,13 +83,11 @@ class ToyModel:
         visible = batch.positions + 1
         sums = self._layer(0, first_values(batch.token_ids, batch.positions), visible, batch, cache)
         sums = self._layer(1, BY_STATE[state(sums)], visible, batch, cache)
-        logits = LOGITS[state(sums[batch.logit_rows])]
+        logits: NDArray[np.float32] = LOGITS[state(sums[batch.logit_rows])]
         self.after_forward(logits)
         return logits
 
-    def _layer(
-        self, index: int, values: NDArray[Any], visible: NDArray[Any], batch: Batch, cache: KVCache
-    ) -> NDArray[Any]:
+    def _layer(self, index: int, values: NDArray[Any], visible: NDArray[Any], batch: Batch, cache: KVCache) -> Any:
         keys, stored = cache.layer(index)
         rows = values.astype(np.float32)[:, None, :]
         write_kv(rows, rows, keys, stored, batch.slots)

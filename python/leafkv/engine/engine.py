@@ -139,20 +139,19 @@ class Engine:
         self._steps += 1
         try:
             tokens = self._compute(work)
-        except Exception as error:  # whatever it is, these requests end with it
+            for request, n in work:
+                if request.finish_reason is None:  # it may have been aborted while the model ran
+                    self._advance(request, n, tokens.get(request))
+        except Exception as error:
             # What the step has written is not committed: nobody will find it.
             for request, _ in work:
                 if request.finish_reason is None:
                     self._finish(request, "error", error)
-            return
-        except BaseException:  # Ctrl-C: as if the step had not been
+        except BaseException:  # Ctrl-C: the step is taken back, and computed again if somebody goes on
             for request, _ in work:
                 if request.finish_reason is None:
-                    self.scheduler.undo(request)
+                    self.scheduler.preempt(request)
             raise
-        for request, n in work:
-            if request.finish_reason is None:  # it may have been aborted while the model ran
-                self._advance(request, n, tokens.get(request))
 
     def _compute(self, work: list[WorkItem]) -> dict[Request, int]:
         """Run the model; return the next token of each request whose known tokens are all computed then."""
@@ -165,7 +164,7 @@ class Engine:
         sampled = [request for request, n in work if request.num_uncomputed_tokens == n]
         expected = (len(sampled), self.model.config.vocab_size)
         if logits.shape != expected:
-            raise InvariantError(f"the model gave logits of shape {logits.shape}, expected {expected}")
+            raise LeafKVError(f"the model gave logits of shape {logits.shape}, expected {expected}")
         return dict(zip(sampled, sample(logits, sampled), strict=True))
 
     def _advance(self, request: Request, n: int, token: int | None) -> None:

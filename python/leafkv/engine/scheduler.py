@@ -68,10 +68,14 @@ class Scheduler:
         request.status = Status.FINISHED
         request.leader = None
 
-    def undo(self, request: Request) -> None:
-        """Take back what :meth:`schedule` reserved for a step that was not completed."""
-        self.manager.truncate(request.number, request.num_computed_tokens)
-        request.num_reserved_tokens = request.num_computed_tokens
+    def preempt(self, request: Request) -> None:
+        """Release a running request's blocks and let it wait again, before all that came after it."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=by_age)
 
     def schedule(self) -> list[WorkItem]:
         """The work of the next step. Every item has its slots reserved, and at least one token."""
@@ -92,19 +96,11 @@ class Scheduler:
     def _reserve(self, request: Request, n: int) -> bool:
         """Reserve slots for ``n`` more tokens, preempting from the newest; False if ``request`` was the newest."""
         while not self._grow(request, n):
-            victim = self.running.pop()
-            self._preempt(victim)
+            victim = self.running[-1]
+            self.preempt(victim)
             if victim is request:
                 return False
         return True
-
-    def _preempt(self, request: Request) -> None:
-        """Release a request's blocks and let it wait again, before all that came after it."""
-        self._release(request)
-        request.status = Status.WAITING
-        request.metrics.num_preemptions += 1
-        self.num_preemptions += 1
-        insort(self.waiting, request, key=by_age)
 
     def _admit(self, work: list[WorkItem], budget: int) -> None:
         """Start waiting requests while there are tokens, seats and blocks."""
