@@ -7,9 +7,22 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "AttentionPlan",
+    "KVManager",
+    "Ready",
+    "Stats",
+    "WaitFor",
+    "__version__",
+    "copy_blocks",
+    "instruction_set",
+    "paged_attention",
+    "write_kv",
+]
+
 __version__: str
 
-TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32] | array[int]
+_TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32] | array[int]
 """Token ids: a 1-D array of int32, int64 or uint32, an ``array.array``, or a sequence of ints, all >= 0."""
 
 @final
@@ -81,9 +94,9 @@ class KVManager:
     @property
     def allocatable_blocks(self) -> int:
         """Free plus evictable blocks: what admission may count on. O(1)."""
-    def lookup(self, tokens: TokenIds, namespace: bytes = b"") -> int:
+    def lookup(self, tokens: _TokenIds, namespace: bytes = b"") -> int:
         """Tokens that `begin` would find cached now. No side effects."""
-    def begin(self, seq_id: int, tokens: TokenIds, namespace: bytes = b"") -> Ready | WaitFor:
+    def begin(self, seq_id: int, tokens: _TokenIds, namespace: bytes = b"") -> Ready | WaitFor:
         """Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
 
         A hit is in whole blocks and leaves at least one token to compute.
@@ -97,7 +110,7 @@ class KVManager:
         Raises:
             OutOfBlocksError: not enough blocks, even after eviction.
         """
-    def commit(self, seq_id: int, n: int, new_tokens: TokenIds = ()) -> None:
+    def commit(self, seq_id: int, n: int, new_tokens: _TokenIds = ()) -> None:
         """Declare that the KV of the first ``n`` tokens is written.
 
         ``new_tokens`` appends ids beyond those known so far (the prompt, then earlier ``new_tokens``). Full

@@ -14,8 +14,8 @@ from leafkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 
 from .tiny import CONFIGS
 
-YARN = {"rope_type": "yarn", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -72,9 +72,15 @@ def test_refused(option: str, value: Any, message: str) -> None:
 
 
 def test_malformed_values_never_raise_anything_else() -> None:
-    junk: list[Any] = [None, 5, -1, 1.5, float("nan"), 10**30, "x", True, [], [1], [[1]], {}, {"type": 5}, {"rope_type": ["x"]},
-            YARN | {"factor": "x"}, YARN | {"beta_fast": "x"}, YARN | {"truncate": 1}, YARN | {"mscale": []},
-            YARN | {"original_max_position_embeddings": []}, {"partial_rotary_factor": []}]  # fmt: skip
+    scalings: list[dict[str, Any]] = [
+        {"factor": "x"},
+        {"beta_fast": "x"},
+        {"truncate": 1},
+        {"mscale": []},
+        {"attention_factor": {}},
+    ]
+    junk: list[Any] = [None, 5, -1, 1.5, float("nan"), 10**30, "x", True, [], [1], [[1]], {}, {"type": 5}]
+    junk += [{"rope_type": ["x"]}, {"partial_rotary_factor": []}, *(YARN | scaling for scaling in scalings)]
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
     rope = {"rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
     refused = 0

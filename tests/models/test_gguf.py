@@ -99,17 +99,44 @@ def test_a_cut_file_is_an_error_wherever_it_is_cut(tmp_path: Path) -> None:
             load_model(cut)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_tensor_lies_within_the_data(tmp_path: Path) -> None:
+    """The library notices what ends beyond the file, but not what an overflow puts into the header."""
+    path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"])
+    reader = gguf.GGUFReader(path)
+    field = next(tensor.field for tensor in reader.tensors if tensor.name == "blk.0.attn_norm.weight")
+    at = field.offset + sum(part.nbytes for part in field.parts[:-1])
+    data = bytearray(path.read_bytes())
+    for offset, message in ((len(data), "cut or damaged file, or"), ((1 << 64) - 256, "takes 128 bytes from")):
+        data[at : at + 8] = offset.to_bytes(8, "little")
+        path.write_bytes(data)
+        with pytest.raises(ModelLoadError, match=message):
+            load_model(path)
+
+
+def test_versions(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"])
+    data = path.read_bytes()
+    for version in (1, 4, 3 << 24):  # the last is how a big-endian file has its 3
+        path.write_bytes(data[:4] + version.to_bytes(4, "little") + data[8:])
+        with pytest.raises(ModelLoadError, match=f"GGUF version {version} is not supported"):
+            load_model(path)
+
+
 def test_a_damaged_header_never_raises_anything_else(tmp_path: Path) -> None:
-    """Nor does it take long or much memory: lengths are compared with the file first."""
+    """Whatever byte is damaged, but for the length of the one array of numbers: the library believes it."""
     whole = write_gguf(tmp_path / "whole.gguf", CONFIGS["llama"]).read_bytes()
     header = whole.index(b"output_norm.weight") + 60
+    types = b"tokenizer.ggml.token_type"
+    length = whole.index(types) + len(types) + 8
+    offsets = [*range(length), *range(length + 8, header)]
     damaged = tmp_path / "damaged.gguf"
     rng = random.Random(5)
     refused = 0
     for _ in range(300):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 1, 4))):
-            data[rng.randrange(header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            data[rng.choice(offsets)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
         damaged.write_bytes(data)
         try:
             load_model(damaged)

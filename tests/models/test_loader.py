@@ -29,9 +29,11 @@ def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"])
     total = sum(values.nbytes for values in tensors(CONFIGS["llama"]).values())
     calls: list[tuple[int, int, str]] = []
-    for label in ("reading weights", "mapping weights"):
+    for label, before in ("reading weights", [(0, path.stat().st_size, "reading header")]), ("mapping weights", []):
         calls.clear()
         load_model(path, progress=lambda *call: calls.append(call))
+        assert calls[: len(before)] == before
+        del calls[: len(before)]
         done, totals, labels = zip(*calls, strict=True)
         assert list(done) == sorted(done)
         assert set(totals) == {done[-1]} == {total}

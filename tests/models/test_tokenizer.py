@@ -25,7 +25,7 @@ CONFIG = config_from_hf(CONFIGS["llama"])
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
     config = dataclasses.replace(CONFIG, vocab_size=49152)
-    return tokenizer_from_gguf(GGUFFile(embedded_model()).metadata, config)
+    return tokenizer_from_gguf(GGUFFile(embedded_model()).header.metadata, config)
 
 
 def reference(name: str) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leafkv import log
 from leafkv.engine.checks import check_integer
 from leafkv.engine.engine import Engine, EngineStats
 from leafkv.engine.outputs import RequestOutput
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from leafkv.engine.request import Request
     from leafkv.models import LoadedModel
     from leafkv.models.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -79,6 +77,7 @@ class LLM:
             raise InvalidInputError(
                 f"kv_cache_dtype: expected auto, float32, float16 or bfloat16, got {kv_cache_dtype!r}"
             )
+        log.show()
         loaded = _load(model)
         config = loaded.config
         context = config.max_position_embeddings
@@ -90,7 +89,7 @@ class LLM:
         if num_blocks is None:
             most = max_num_seqs * -(-max_model_len // block_size)
             size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
-            logger.info("KV cache: %s", size)
+            log.logger.info("KV cache: %s", size)
             num_blocks = size.num_blocks
         self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self.cache = KVCache(num_blocks, *shape)

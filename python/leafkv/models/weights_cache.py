@@ -1,12 +1,12 @@
-"""A cache of converted weights on disk: the float32 arrays of model files, mapped on the next start.
+"""A cache of converted weights on disk: the header and the float32 arrays of model files, mapped on the next start.
 
 Where:  ``LEAFKV_CACHE_DIR``, else ``$XDG_CACHE_HOME/leafkv``, else ``~/.cache/leafkv``; in it, ``weights/``.
 Limit:  ``LEAFKV_CACHE_MAX_BYTES``, 4 GiB by default, for all entries together. The least recently used go first;
         an entry larger than the limit is not stored; 0 disables the cache.
 Key:    the SHA-256 of the model file, and the version of the conversion: a changed file never meets old weights.
-Entry:  a magic word, the header's length, a JSON header (name, shape, offset and CRC-32 of each array), and the
-        arrays at multiples of 64 bytes. It is written to a temporary file, synced and renamed: whole, or not
-        there. Every array's checksum is verified when it is mapped; a cut or damaged entry is made anew.
+Entry:  a magic word, the table's length and CRC-32, the table in JSON (the model file's header; name, shape, place
+        and CRC-32 of each array), and the arrays at multiples of 64 bytes. It is written to a temporary file,
+        synced and renamed: whole, or not there. Every checksum is verified; a cut or damaged entry is made anew.
 
 The cache is never needed: whatever goes wrong with the disk costs the entry, not the load. Deleting the directory
 is safe at any time. Processes share an entry's memory, as they map the same file.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 import tempfile
 import time
 import zlib
@@ -28,17 +29,16 @@ import numpy as np
 from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from leafkv.models.parameters import Parameter, Progress, Weights
+    from leafkv.models.parameters import Progress, Weights
 
-CONVERSION = 1
-"""Version of what an entry holds: change it with the names, stacking or dequantization of parameters."""
+CONVERSION = 2
+"""Version of what an entry holds: change it with the header, or the names, stacking or dequantization of parameters."""
 
 DEFAULT_MAX_BYTES = 4 << 30
 _MAGIC = b"LEAFKVW1"
+_PREFIX = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
 _SUFFIX = ".weights"
 _STALE_SECONDS = 3600
@@ -68,37 +68,42 @@ class WeightsCache:
             base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "leafkv"
         return cls(base / "weights", int(limit))
 
-    def fits(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether a model of these parameters may be stored at all."""
-        return sum(parameter.nbytes for parameter in parameters) <= self.max_bytes
+    def fits(self, nbytes: int) -> bool:
+        """Whether an entry may be as large as this at all."""
+        return nbytes <= self.max_bytes
 
-    def load(self, key: str, parameters: Sequence[Parameter], progress: Progress | None = None) -> Weights | None:
-        """The arrays of an entry, mapped read-only; None if there is no whole, undamaged one."""
+    def load(self, key: str, progress: Progress | None = None) -> tuple[Any, Weights] | None:
+        """The header and the arrays, mapped read-only, of an entry; None if there is no whole, undamaged one."""
         path = self._path(key)
         try:
-            weights = _map(path, parameters, progress)
+            found = _map(path, progress)
         except (FileNotFoundError, PermissionError):
             return None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, struct.error):
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
         with contextlib.suppress(OSError):  # a read-only directory serves as well, without an order of use
             os.utime(path)
-        return weights
+        return found
 
-    def store(self, key: str, weights: Weights) -> bool:
-        """Write an entry, and make room for it. False if it did not work, whatever the reason."""
+    def store(self, key: str, header: Any, weights: Weights) -> bool:
+        """Write an entry, and make room for it. False if it did not work, whatever the reason.
+
+        ``header`` is anything that JSON has room for.
+        """
+        if not self.fits(sum(array.nbytes for array in weights.values())):
+            return False
         temporary = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            header, size = _header(weights)
+            table, size = _table(header, weights)
             if not self._make_room(size):
                 return False
             handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
             temporary = Path(name)
             with os.fdopen(handle, "wb") as file:
-                _write(file, header, weights)
+                _write(file, table, weights)
             temporary.replace(self._path(key))
         except OSError:
             if temporary is not None:
@@ -117,7 +122,7 @@ class WeightsCache:
             with contextlib.suppress(OSError):
                 if now - leftover.stat().st_mtime > _STALE_SECONDS:
                     leftover.unlink()
-        if size > self.max_bytes:
+        if not self.fits(size):
             return False
         entries = []
         for path in self.directory.glob(f"*{_SUFFIX}"):
@@ -133,21 +138,21 @@ class WeightsCache:
         return True
 
 
-def _header(weights: Weights) -> tuple[bytes, int]:
-    """An entry's header, padded so that the arrays begin aligned, and the size of the whole entry."""
+def _table(header: Any, weights: Weights) -> tuple[bytes, int]:
+    """What an entry begins with, padded so that the arrays begin aligned, and the size of the whole entry."""
     arrays, end = [], 0
     for name, array in weights.items():
-        # Offsets count from the first array, as the header's own length is not known yet.
-        arrays.append({"name": name, "shape": array.shape, "offset": end, "crc32": _crc32(array)})
+        # Offsets count from the first array, as the table's own length is not known yet.
+        place = {"offset": end, "nbytes": array.nbytes, "crc32": _crc32(array)}
+        arrays.append({"name": name, "shape": array.shape, **place})
         end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    text = json.dumps({"arrays": arrays, "nbytes": end}).encode()
-    start = len(_MAGIC) + 8
-    text += b" " * (-(start + len(text)) % _ALIGNMENT)
-    return _MAGIC + len(text).to_bytes(8, "little") + text, start + len(text) + end
+    text = json.dumps({"header": header, "arrays": arrays, "nbytes": end}).encode()
+    text += b" " * (-(_PREFIX.size + len(text)) % _ALIGNMENT)
+    return _PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text, _PREFIX.size + len(text) + end
 
 
-def _write(file: BinaryIO, header: bytes, weights: Weights) -> None:
-    file.write(header)
+def _write(file: BinaryIO, table: bytes, weights: Weights) -> None:
+    file.write(table)
     for array in weights.values():
         file.write(_bytes(array))
         file.write(bytes(-array.nbytes % _ALIGNMENT))
@@ -155,38 +160,34 @@ def _write(file: BinaryIO, header: bytes, weights: Weights) -> None:
     os.fsync(file.fileno())
 
 
-def _map(path: Path, parameters: Sequence[Parameter], progress: Progress | None) -> Weights:
-    """The arrays of an entry.
+def _map(path: Path, progress: Progress | None) -> tuple[Any, Weights]:
+    """The header and the arrays of an entry.
 
     Raises:
-        ValueError, KeyError, TypeError: the entry is cut, damaged, or of other parameters than these.
+        ValueError, struct.error: the entry is cut or damaged.
     """
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    start = len(_MAGIC) + 8
-    if bytes(data[: len(_MAGIC)]) != _MAGIC:
-        raise ValueError("wrong magic")
-    length = int.from_bytes(bytes(data[len(_MAGIC) : start]), "little")
-    header = json.loads(bytes(data[start : start + length]))
-    start += length
-    if len(data) != start + header["nbytes"]:
+    magic, length, crc32 = _PREFIX.unpack(bytes(data[: _PREFIX.size]))
+    start = _PREFIX.size + length
+    text = bytes(data[_PREFIX.size : start])
+    if magic != _MAGIC or zlib.crc32(text) != crc32:
+        raise ValueError("the table is damaged")
+    table = json.loads(text)
+    if len(data) != start + table["nbytes"]:
         raise ValueError("wrong size")
-    if [(entry["name"], tuple(entry["shape"])) for entry in header["arrays"]] != [
-        (parameter.name, parameter.shape) for parameter in parameters
-    ]:
-        raise ValueError("other parameters")
     weights: dict[str, NDArray[np.float32]] = {}
-    total, done = sum(parameter.nbytes for parameter in parameters), 0
-    for entry, parameter in zip(header["arrays"], parameters, strict=True):
+    total, done = sum(entry["nbytes"] for entry in table["arrays"]), 0
+    for entry in table["arrays"]:
         at = start + entry["offset"]
         # A plain ndarray: np.memmap would run Python code for every view that a forward pass takes.
-        array = np.asarray(data[at : at + parameter.nbytes]).view(np.ndarray)
+        array = np.asarray(data[at : at + entry["nbytes"]]).view(np.ndarray)
         if _crc32(array) != entry["crc32"]:
-            raise ValueError(f"{parameter.name} is damaged")
-        weights[parameter.name] = array.view(np.float32).reshape(parameter.shape)
-        done += parameter.nbytes
+            raise ValueError(f"{entry['name']} is damaged")
+        weights[entry["name"]] = array.view(np.float32).reshape(entry["shape"])
+        done += entry["nbytes"]
         if progress is not None:
             progress(done, total, "mapping weights")
-    return weights
+    return table["header"], weights
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -7,11 +7,14 @@
 
 pub mod attention;
 mod block;
+mod check;
 mod error;
 mod manager;
 mod pool;
 mod radix;
+mod sequence;
 mod simd;
+mod slab;
 mod store;
 mod threads;
 

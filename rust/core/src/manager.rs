@@ -12,10 +12,10 @@
 //! * A block is written only while one sequence has it and the tree does not: otherwise `grow` owes a copy first.
 //! * A sequence alive when its namespace is cleared is *private* from then on: nothing of it enters the tree.
 //!
-//! Every call succeeds, or fails and changes nothing. Calls cost O(tokens given + blocks touched); `grow`, `commit`
-//! and `release` do not depend on the length of the sequence, except that `release` gives its blocks back.
+//! Every call succeeds, or fails and changes nothing. A call costs O(tokens given + blocks taken or given back),
+//! so a step costs the same at the end of a long sequence as at its beginning.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use foldhash::fast::FixedState;
 
@@ -23,6 +23,7 @@ use crate::block::{BlockCopy, BlockId, SequenceId, TokenId, common_prefix};
 use crate::error::{Error, Result};
 use crate::pool::BlockPool;
 use crate::radix::{BlockHash, RadixTree, hash_block};
+use crate::sequence::{Sequence, cacheable, whole};
 use crate::store::BlockStore;
 
 /// The answer of [`KvManager::begin`].
@@ -42,7 +43,7 @@ pub enum Admission {
     },
 }
 
-/// What a [`KvManager`] has and did. Blocks are as of now, the other numbers only rise.
+/// What a [`KvManager`] has now, and what it did so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stats {
     /// Size of the pool.
@@ -61,31 +62,19 @@ pub struct Stats {
     pub query_tokens: u64,
     /// Those of `query_tokens` that were found in the prefix cache.
     pub hit_tokens: u64,
-    /// Blocks that lost their content to make room.
+    /// Cached blocks that eviction made free.
     pub evicted_blocks: u64,
-}
-
-#[derive(Debug)]
-struct Sequence {
-    /// `None`: private.
-    namespace: Option<Box<[u8]>>,
-    known: Vec<TokenId>,
-    /// How many of the known tokens are the prompt's.
-    prompt: usize,
-    committed: usize,
-    reserved: usize,
-    table: Vec<BlockId>,
 }
 
 /// Block tables, block pool and prefix cache of one KV memory.
 #[derive(Debug)]
 pub struct KvManager {
-    block_size: usize,
+    pub(crate) block_size: usize,
     prefix_caching: bool,
-    store: BlockStore,
-    sequences: HashMap<SequenceId, Sequence, FixedState>,
+    pub(crate) store: BlockStore,
+    pub(crate) sequences: HashMap<SequenceId, Sequence, FixedState>,
     /// Sequences with whole blocks of the prompt still to commit, oldest first.
-    leaders: Vec<SequenceId>,
+    pub(crate) leaders: Vec<SequenceId>,
     query_tokens: u64,
     hit_tokens: u64,
 }
@@ -411,69 +400,6 @@ impl KvManager {
         self.store.tree.eviction_visits()
     }
 
-    /// Verifies every invariant. O(pool + tree + sequences).
-    pub fn check_invariants(&self) -> Result<()> {
-        self.check().map_err(Error::Invariant)
-    }
-
-    fn check(&self) -> Result<(), String> {
-        let BlockStore {
-            pool, tree, owed, ..
-        } = &self.store;
-        pool.check()?;
-        tree.check(pool)?;
-        let destinations: HashSet<_> = owed.iter().map(|copy| copy.destination).collect();
-        let sources: HashSet<_> = owed.iter().map(|copy| copy.source).collect();
-        if destinations.len() != owed.len() || !destinations.is_disjoint(&sources) {
-            return Err(format!(
-                "two copies write one block, or one reads what another writes: {owed:?}"
-            ));
-        }
-        let mut references = vec![0; pool.ever_used()];
-        let mut seen_in = vec![0; pool.ever_used()];
-        for (number, (id, sequence)) in (1..).zip(&self.sequences) {
-            let fail = |what| Err(format!("sequence {id}: {what}: {sequence:?}"));
-            if let Err(what) = sequence.check(self, &destinations) {
-                return fail(what);
-            }
-            for &block in &sequence.table {
-                references[block as usize] += 1;
-                if std::mem::replace(&mut seen_in[block as usize], number) == number {
-                    return fail("a block is twice in the table");
-                }
-            }
-        }
-        if destinations
-            .iter()
-            .any(|&block| references[block as usize] == 0)
-        {
-            return Err(format!("a copy is owed to nobody: {owed:?}"));
-        }
-        for copy in owed {
-            references[copy.source as usize] += 1;
-        }
-        for (block, &expected) in (0..).zip(&references) {
-            if pool.references(block) != expected {
-                let counted = pool.references(block);
-                return Err(format!(
-                    "block {block} has {expected} references, counted {counted}"
-                ));
-            }
-        }
-        let mut leaders = self.leaders.clone();
-        leaders.sort_unstable();
-        let leading = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| sequence.leads(self.block_size));
-        let mut expected: Vec<_> = leading.map(|(&id, _)| id).collect();
-        expected.sort_unstable();
-        if leaders != expected {
-            return Err(format!("leaders are {leaders:?}, should be {expected:?}"));
-        }
-        Ok(())
-    }
-
     fn get(&self, id: SequenceId) -> Result<&Sequence> {
         self.sequences.get(&id).ok_or(Error::UnknownSequence(id))
     }
@@ -512,75 +438,9 @@ impl KvManager {
     }
 }
 
-impl Sequence {
-    /// Whether it is about to commit whole blocks that other prompts may share.
-    fn leads(&self, block_size: usize) -> bool {
-        self.namespace.is_some() && self.committed < whole(self.prompt, block_size)
-    }
-
-    /// Index of the block that is written next, if it has committed tokens already.
-    fn partial_block(&self, block_size: usize) -> Option<usize> {
-        (!self.committed.is_multiple_of(block_size)).then_some(self.committed / block_size)
-    }
-
-    fn check(
-        &self,
-        manager: &KvManager,
-        destinations: &HashSet<BlockId>,
-    ) -> Result<(), &'static str> {
-        let store = &manager.store;
-        let full = self.committed / manager.block_size;
-        if self.committed > self.reserved
-            || self.committed > self.known.len()
-            || self.prompt > self.known.len()
-        {
-            return Err("committed tokens are known and reserved");
-        }
-        if self.table.len() != self.reserved.div_ceil(manager.block_size) {
-            return Err("the table has the blocks of the reserved tokens");
-        }
-        let mut cached = Vec::new();
-        if let Some(namespace) = &self.namespace {
-            store
-                .tree
-                .find(namespace, &self.known[..self.committed], |run| {
-                    cached.extend_from_slice(run);
-                });
-            if cached != self.table[..full] {
-                return Err("its committed whole blocks are not the tree's");
-            }
-        }
-        // A partly used block may be the tree's: after a fork or a truncate.
-        let partial = self.partial_block(manager.block_size);
-        for (index, &block) in self.table.iter().enumerate().skip(cached.len()) {
-            let may_be_findable = self.namespace.is_some() && Some(index) == partial;
-            if store.pool.is_findable(block) && !may_be_findable {
-                return Err("a block is in the tree that should not be");
-            }
-            if index >= full && Some(index) != partial && !store.is_writable(block) {
-                return Err("a reserved block is not writable");
-            }
-            if destinations.contains(&block) && Some(index) != partial {
-                return Err("a copy is owed to a block that does not need it");
-            }
-        }
-        Ok(())
-    }
-}
-
 fn live(
     sequences: &mut HashMap<SequenceId, Sequence, FixedState>,
     id: SequenceId,
 ) -> Result<&mut Sequence> {
     sequences.get_mut(&id).ok_or(Error::UnknownSequence(id))
-}
-
-/// The tokens that fill whole blocks.
-fn whole(tokens: usize, block_size: usize) -> usize {
-    tokens - tokens % block_size
-}
-
-/// The part of a prompt that may come from the cache: whole blocks that leave a token to compute.
-fn cacheable(tokens: &[TokenId], block_size: usize) -> &[TokenId] {
-    &tokens[..whole(tokens.len().saturating_sub(1), block_size)]
 }

@@ -11,21 +11,23 @@
 //! * a held block has only held ancestors, so whatever is not held can be evicted from the tails;
 //! * `evictable` holds exactly the leaves whose tail block has no reference, by last use.
 //!
-//! The last use is kept per block, not per node: a hit or a release in the middle of an edge splits nothing, and
-//! the eviction order is still exactly that of the least recently used block that nothing depends on.
+//! A block is last used when a sequence that has it lets go of it: before that it cannot be evicted, so nothing
+//! earlier matters. The last use is kept per block, not per node: letting go in the middle of an edge splits
+//! nothing, and eviction still takes exactly the least recently used block that nothing depends on.
 //!
 //! Cost: finding and inserting are O(tokens), a split O(edge), eviction O(log leaves) a node and O(1) a block.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, Hash, Hasher};
 use std::mem;
-use std::ops::{Index, IndexMut};
+use std::sync::Arc;
 
 use foldhash::fast::FixedState;
 use hashbrown::HashTable;
 
 use crate::block::{BlockId, TokenId, common_prefix};
 use crate::pool::BlockPool;
+use crate::slab::{Key as NodeId, Slab};
 
 /// Hashes the first block of an edge together with its parent. See [`hash_block`].
 pub type BlockHash = fn(parent: u32, tokens: &[TokenId]) -> u64;
@@ -38,24 +40,16 @@ pub fn hash_block(parent: u32, tokens: &[TokenId]) -> u64 {
     hasher.finish()
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct NodeId(u32);
-
-impl NodeId {
-    const NONE: Self = Self(u32::MAX);
-}
-
 #[derive(Debug)]
 struct Node {
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
     /// Depth of the first block.
     start: usize,
-    parent: NodeId,
-    root: NodeId,
+    /// `None`: a root.
+    parent: Option<NodeId>,
     children: u32,
-    /// Of a root; empty elsewhere.
-    namespace: Box<[u8]>,
+    namespace: Arc<[u8]>,
 }
 
 impl Node {
@@ -64,8 +58,12 @@ impl Node {
         self.start + self.blocks.len()
     }
 
-    fn is_root(&self) -> bool {
-        self.parent == NodeId::NONE
+    /// What the table that finds this node hashes.
+    fn hash(&self, hash_block: BlockHash, block_size: usize) -> u64 {
+        match self.parent {
+            Some(parent) => hash_block(parent.0, &self.tokens[..block_size]),
+            None => hash_namespace(&self.namespace),
+        }
     }
 
     /// The deepest block, if nothing in the tree depends on it.
@@ -74,63 +72,11 @@ impl Node {
     }
 }
 
-/// Nodes by index. An index is used again, a node never moves.
-#[derive(Debug, Default)]
-struct Slab {
-    nodes: Vec<Option<Node>>,
-    vacant: Vec<NodeId>,
-}
-
-impl Slab {
-    fn insert(&mut self, node: Node) -> NodeId {
-        if let Some(id) = self.vacant.pop() {
-            self.nodes[id.0 as usize] = Some(node);
-            return id;
-        }
-        self.nodes.push(Some(node));
-        NodeId((self.nodes.len() - 1) as u32)
-    }
-
-    fn remove(&mut self, id: NodeId) -> Node {
-        self.vacant.push(id);
-        self.nodes[id.0 as usize]
-            .take()
-            .expect("a removed node was there")
-    }
-
-    fn len(&self) -> usize {
-        self.nodes.len() - self.vacant.len()
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (NodeId, &Node)> {
-        let ids = (0..).map(NodeId);
-        ids.zip(&self.nodes)
-            .filter_map(|(id, node)| Some((id, node.as_ref()?)))
-    }
-}
-
-impl Index<NodeId> for Slab {
-    type Output = Node;
-
-    fn index(&self, id: NodeId) -> &Node {
-        self.nodes[id.0 as usize]
-            .as_ref()
-            .expect("a node id is live")
-    }
-}
-
-impl IndexMut<NodeId> for Slab {
-    fn index_mut(&mut self, id: NodeId) -> &mut Node {
-        self.nodes[id.0 as usize]
-            .as_mut()
-            .expect("a node id is live")
-    }
-}
-
 /// Where a block is in the tree, and when it was last used (logical time).
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Place {
-    node: NodeId,
+    /// `None`: not in the tree.
+    node: Option<NodeId>,
     last_used: u64,
 }
 
@@ -139,12 +85,12 @@ struct Place {
 pub(crate) struct RadixTree {
     block_size: usize,
     hash: BlockHash,
-    nodes: Slab,
+    nodes: Slab<Node>,
     /// Roots by namespace.
     roots: HashTable<NodeId>,
     /// All other nodes by parent and first block.
     children: HashTable<NodeId>,
-    /// By block id. The node of a block outside the tree is `NONE`.
+    /// By block id, for the blocks that were ever in the tree.
     places: Vec<Place>,
     /// Leaves whose tail has no reference, by the tail's last use. Two leaves never share a last use.
     evictable: BTreeSet<(u64, NodeId)>,
@@ -158,7 +104,7 @@ impl RadixTree {
         Self {
             block_size,
             hash,
-            nodes: Slab::default(),
+            nodes: Slab::new(),
             roots: HashTable::new(),
             children: HashTable::new(),
             places: Vec::new(),
@@ -220,7 +166,9 @@ impl RadixTree {
         }
         let mut depth = from;
         let mut at = match from.checked_sub(1) {
-            Some(last) => self.places[table[last] as usize].node,
+            Some(last) => self.places[table[last] as usize]
+                .node
+                .expect("the caller says so"),
             None => self.root_or_new(namespace),
         };
         // Follow what is there.
@@ -257,7 +205,7 @@ impl RadixTree {
         }
         // The rest is new: a leaf grows in place, anything else gets a child.
         let (tokens, blocks) = (&tokens[depth * size..end * size], &table[depth..end]);
-        if self.nodes[at].children == 0 && !self.nodes[at].is_root() {
+        if self.nodes[at].leaf_tail().is_some() {
             self.nodes[at].tokens.extend_from_slice(tokens);
             self.nodes[at].blocks.extend_from_slice(blocks);
         } else {
@@ -266,29 +214,23 @@ impl RadixTree {
                 tokens: tokens.to_vec(),
                 blocks: blocks.to_vec(),
                 start: depth,
-                parent: at,
-                root: self.nodes[at].root,
+                parent: Some(at),
                 children: 0,
-                namespace: Box::default(),
+                namespace: self.nodes[at].namespace.clone(),
             });
             self.index(at);
         }
         let place = Place {
-            node: at,
+            node: Some(at),
             last_used: self.clock,
         };
         for &block in blocks {
             pool.publish(block);
-            if block as usize >= self.places.len() {
-                self.places.resize(
-                    block as usize + 1,
-                    Place {
-                        node: NodeId::NONE,
-                        last_used: 0,
-                    },
-                );
+            let index = block as usize;
+            if index >= self.places.len() {
+                self.places.resize(index + 1, Place::default());
             }
-            self.places[block as usize] = place;
+            self.places[index] = place;
         }
     }
 
@@ -302,17 +244,15 @@ impl RadixTree {
 
     /// `block` got its first reference: its node is no longer evictable, if it was.
     pub(crate) fn on_held(&mut self, block: BlockId) {
-        let Place { node, last_used } = self.places[block as usize];
-        if self.nodes[node].leaf_tail() == Some(block) {
-            self.evictable.remove(&(last_used, node));
+        if let Some(key) = self.leaf_key(block) {
+            self.evictable.remove(&key);
         }
     }
 
     /// `block` lost its last reference: its node is evictable from now on, if nothing follows the block.
     pub(crate) fn on_unheld(&mut self, block: BlockId) {
-        let Place { node, last_used } = self.places[block as usize];
-        if self.nodes[node].leaf_tail() == Some(block) {
-            self.evictable.insert((last_used, node));
+        if let Some(key) = self.leaf_key(block) {
+            self.evictable.insert(key);
         }
     }
 
@@ -344,24 +284,18 @@ impl RadixTree {
 
     /// Forgets a namespace, or all of them. Its blocks are withdrawn; those that are held stay so.
     pub(crate) fn clear(&mut self, pool: &mut BlockPool, namespace: Option<&[u8]>) {
-        let only = namespace.map(|namespace| self.root(namespace));
-        let doomed = |node: &Node| only.is_none_or(|root| Some(node.root) == root);
-        let ids: Vec<NodeId> = self
-            .nodes
-            .iter()
-            .filter(|(_, node)| doomed(node))
-            .map(|(id, _)| id)
-            .collect();
+        let doomed = |node: &Node| namespace.is_none_or(|namespace| *node.namespace == *namespace);
+        let nodes = self.nodes.iter().filter(|(_, node)| doomed(node));
+        let ids: Vec<NodeId> = nodes.map(|(id, _)| id).collect();
         for &id in &ids {
             self.unindex(id);
             if let Some(tail) = self.nodes[id].leaf_tail() {
-                self.evictable
-                    .remove(&(self.places[tail as usize].last_used, id));
+                self.on_held(tail);
             }
         }
         for &id in &ids {
             for block in self.nodes.remove(id).blocks {
-                self.places[block as usize].node = NodeId::NONE;
+                self.places[block as usize].node = None;
                 pool.withdraw(block);
             }
         }
@@ -383,12 +317,10 @@ impl RadixTree {
             tokens: Vec::new(),
             blocks: Vec::new(),
             start: 0,
-            parent: NodeId::NONE,
-            root: NodeId::NONE,
+            parent: None,
             children: 0,
             namespace: namespace.into(),
         });
-        self.nodes[root].root = root;
         self.index(root);
         root
     }
@@ -396,7 +328,7 @@ impl RadixTree {
     fn child(&self, parent: NodeId, first_block: &[TokenId]) -> Option<NodeId> {
         let is_it = |&id: &NodeId| {
             let node = &self.nodes[id];
-            node.parent == parent && node.tokens[..self.block_size] == *first_block
+            node.parent == Some(parent) && node.tokens[..self.block_size] == *first_block
         };
         self.children
             .find((self.hash)(parent.0, first_block), is_it)
@@ -406,26 +338,31 @@ impl RadixTree {
     /// Makes a node findable from its parent, or a root by its namespace.
     fn index(&mut self, id: NodeId) {
         let (nodes, hash, size) = (&self.nodes, self.hash, self.block_size);
-        if nodes[id].is_root() {
-            let key = |&id: &NodeId| hash_namespace(&nodes[id].namespace);
-            self.roots.insert_unique(key(&id), id, key);
-        } else {
-            let key = |&id: &NodeId| hash(nodes[id].parent.0, &nodes[id].tokens[..size]);
-            self.children.insert_unique(key(&id), id, key);
-        }
+        let table = match nodes[id].parent {
+            Some(_) => &mut self.children,
+            None => &mut self.roots,
+        };
+        let rehash = |&id: &NodeId| nodes[id].hash(hash, size);
+        table.insert_unique(rehash(&id), id, rehash);
     }
 
     fn unindex(&mut self, id: NodeId) {
         let node = &self.nodes[id];
-        let (table, hash) = if node.is_root() {
-            (&mut self.roots, hash_namespace(&node.namespace))
-        } else {
-            let hash = (self.hash)(node.parent.0, &node.tokens[..self.block_size]);
-            (&mut self.children, hash)
+        let table = match node.parent {
+            Some(_) => &mut self.children,
+            None => &mut self.roots,
         };
+        let hash = node.hash(self.hash, self.block_size);
         if let Ok(entry) = table.find_entry(hash, |&other| other == id) {
             entry.remove();
         }
+    }
+
+    /// The entry of `evictable` for a block, if it is the tail of a leaf.
+    fn leaf_key(&self, block: BlockId) -> Option<(u64, NodeId)> {
+        let Place { node, last_used } = self.places[block as usize];
+        let is_leaf = |&node: &NodeId| self.nodes[node].leaf_tail() == Some(block);
+        node.filter(is_leaf).map(|node| (last_used, node))
     }
 
     /// Splits an edge after `at` of its blocks. The upper half is the new node, so that the children's parent
@@ -442,17 +379,16 @@ impl RadixTree {
             blocks: mem::replace(&mut node.blocks, blocks),
             start: node.start,
             parent: node.parent,
-            root: node.root,
             children: 1,
-            namespace: Box::default(),
+            namespace: node.namespace.clone(),
         };
         upper.tokens.shrink_to_fit();
         upper.blocks.shrink_to_fit();
         node.start += at;
         let upper = self.nodes.insert(upper);
-        self.nodes[id].parent = upper;
+        self.nodes[id].parent = Some(upper);
         for &block in &self.nodes[upper].blocks {
-            self.places[block as usize].node = upper;
+            self.places[block as usize].node = Some(upper);
         }
         self.index(upper);
         self.index(id);
@@ -462,7 +398,7 @@ impl RadixTree {
     /// Removes the tail block of a leaf, and the leaf when that was all of it. Returns the node that now ends
     /// the path, if any.
     fn remove_tail(&mut self, pool: &mut BlockPool, id: NodeId, tail: BlockId) -> Option<NodeId> {
-        self.places[tail as usize].node = NodeId::NONE;
+        self.places[tail as usize].node = None;
         pool.withdraw(tail);
         let node = &mut self.nodes[id];
         if node.blocks.len() > 1 {
@@ -476,23 +412,22 @@ impl RadixTree {
             return Some(id);
         }
         self.unindex(id);
-        let parent = self.nodes.remove(id).parent;
+        let parent = self.nodes.remove(id).parent?;
         self.eviction_visits += 1;
-        self.nodes[parent].children -= 1;
-        if !self.nodes[parent].is_root() {
-            return Some(parent);
-        }
-        if self.nodes[parent].children == 0 {
+        let above = &mut self.nodes[parent];
+        above.children -= 1;
+        if above.parent.is_none() && above.children == 0 {
             self.unindex(parent);
             self.nodes.remove(parent);
+            return None;
         }
-        None
+        Some(parent)
     }
 
     /// A tree that held many nodes gives their memory back when the last one goes.
     fn shrink_if_empty(&mut self) {
         if self.nodes.len() == 0 {
-            self.nodes = Slab::default();
+            self.nodes = Slab::new();
             self.roots = HashTable::new();
             self.children = HashTable::new();
         }
@@ -500,64 +435,22 @@ impl RadixTree {
 
     /// Verifies the structure, its indexes, and what it says about the pool. O(pool + tree).
     pub(crate) fn check(&self, pool: &BlockPool) -> Result<(), String> {
-        let held = |block: BlockId| pool.references(block) > 0;
-        let last_used = |block: BlockId| self.places[block as usize].last_used;
-        let mut children = vec![0; self.nodes.nodes.len()];
         let mut evictable = BTreeSet::new();
-        let (mut roots, mut blocks) = (0, 0);
+        let mut children = HashMap::<_, u32>::new();
+        let mut blocks = 0;
         for (id, node) in self.nodes.iter() {
-            let fail = |what: &str| Err(format!("node {}: {what}: {node:?}", id.0));
-            if node.is_root() {
-                roots += 1;
-                if self.root(&node.namespace) != Some(id) {
-                    return fail("its namespace does not find it");
-                }
-                if node.root != id
-                    || node.start != 0
-                    || !node.blocks.is_empty()
-                    || node.children == 0
-                {
-                    return fail("a root is at the top, without blocks, with children");
-                }
-                continue;
+            let checked = self.check_node(pool, id, node);
+            checked.map_err(|what| format!("node {}: {what}: {node:?}", id.0))?;
+            if let Some(parent) = node.parent {
+                *children.entry(parent).or_default() += 1;
             }
-            let Some(Some(parent)) = self.nodes.nodes.get(node.parent.0 as usize) else {
-                return fail("its parent does not exist");
-            };
-            children[node.parent.0 as usize] += 1;
+            let unheld = |&tail: &BlockId| pool.references(tail) == 0;
+            let tail = node.leaf_tail().filter(unheld);
+            evictable.extend(tail.and_then(|tail| self.leaf_key(tail)));
             blocks += node.blocks.len();
-            if node.blocks.is_empty() || node.tokens.len() != node.blocks.len() * self.block_size {
-                return fail("an edge is whole blocks of tokens, at least one");
-            }
-            if node.start != parent.end() || node.root != parent.root || !node.namespace.is_empty()
-            {
-                return fail("it does not continue its parent");
-            }
-            if self.child(node.parent, &node.tokens[..self.block_size]) != Some(id) {
-                return fail("its parent does not find it");
-            }
-            let path = parent.blocks.last().into_iter().chain(&node.blocks);
-            for (&above, &block) in path.clone().zip(path.skip(1)) {
-                if held(block) && !held(above) {
-                    return fail("a held block has an ancestor that is not held");
-                }
-                if !held(block) && last_used(above) < last_used(block) {
-                    return fail("a block was used without its ancestor");
-                }
-            }
-            for &block in &node.blocks {
-                if self.places[block as usize].node != id || !pool.is_findable(block) {
-                    return fail("the pool or the places disagree about a block");
-                }
-            }
-            if let Some(tail) = node.leaf_tail()
-                && !held(tail)
-            {
-                evictable.insert((last_used(tail), id));
-            }
         }
         for (id, node) in self.nodes.iter() {
-            if node.children != children[id.0 as usize] {
+            if node.children != children.get(&id).copied().unwrap_or(0) {
                 return Err(format!(
                     "node {} counts its children wrongly: {node:?}",
                     id.0
@@ -565,18 +458,14 @@ impl RadixTree {
             }
         }
         let findable = pool.count_findable();
-        let placed = self
-            .places
-            .iter()
-            .filter(|place| place.node != NodeId::NONE)
-            .count();
+        let placed = self.places.iter().filter_map(|place| place.node).count();
         if blocks != findable || blocks != placed {
             return Err(format!(
                 "{blocks} blocks in the tree, {findable} findable, {placed} placed"
             ));
         }
-        if self.roots.len() != roots || self.children.len() + roots != self.nodes.len() {
-            return Err("the child tables hold more than the tree".to_owned());
+        if self.roots.len() + self.children.len() != self.nodes.len() {
+            return Err("the tables that find nodes hold more than there are".to_owned());
         }
         if self.evictable != evictable {
             return Err(format!(
@@ -584,13 +473,53 @@ impl RadixTree {
                 self.evictable
             ));
         }
-        if self
-            .evictable
-            .iter()
-            .zip(self.evictable.iter().skip(1))
-            .any(|(a, b)| a.0 == b.0)
-        {
-            return Err(format!("two leaves share a last use: {:?}", self.evictable));
+        let times: BTreeSet<u64> = evictable.iter().map(|&(last_used, _)| last_used).collect();
+        if times.len() != evictable.len() {
+            return Err(format!("two leaves share a last use: {evictable:?}"));
+        }
+        Ok(())
+    }
+
+    fn check_node(&self, pool: &BlockPool, id: NodeId, node: &Node) -> Result<(), &'static str> {
+        let size = self.block_size;
+        let Some(parent_id) = node.parent else {
+            if self.root(&node.namespace) != Some(id) {
+                return Err("its namespace does not find it");
+            }
+            if node.start != 0 || !node.blocks.is_empty() || node.children == 0 {
+                return Err("a root is at the top, without blocks, with children");
+            }
+            return Ok(());
+        };
+        let parent = self
+            .nodes
+            .get(parent_id)
+            .ok_or("its parent does not exist")?;
+        if node.blocks.is_empty() || node.tokens.len() != node.blocks.len() * size {
+            return Err("an edge is whole blocks of tokens, at least one");
+        }
+        if node.start != parent.end() || node.namespace != parent.namespace {
+            return Err("it does not continue its parent");
+        }
+        if self.child(parent_id, &node.tokens[..size]) != Some(id) {
+            return Err("its parent does not find it");
+        }
+        let held = |block: BlockId| pool.references(block) > 0;
+        let last_used = |block: BlockId| self.places[block as usize].last_used;
+        let mut above = parent.blocks.last();
+        for block in &node.blocks {
+            if self.places[*block as usize].node != Some(id) || !pool.is_findable(*block) {
+                return Err("the pool or the places disagree about a block");
+            }
+            if let Some(&above) = above {
+                if held(*block) && !held(above) {
+                    return Err("a held block has an ancestor that is not held");
+                }
+                if !held(*block) && last_used(above) < last_used(*block) {
+                    return Err("a block was used without its ancestor");
+                }
+            }
+            above = Some(block);
         }
         Ok(())
     }

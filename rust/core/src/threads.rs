@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::process;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -25,13 +25,19 @@ struct Registry {
 /// A thread count that a caller asked for, checked: `None` stands for all that this process may use.
 pub(crate) fn resolve(num_threads: Option<usize>) -> Result<usize> {
     match num_threads {
-        None => Ok(thread::available_parallelism().map_or(1, Into::into)),
+        None => Ok(available()),
         Some(n) if (1..=MAX_THREADS).contains(&n) => Ok(n),
         Some(n) => Err(Error::invalid(
             "num_threads",
             format!("got {n}, expected 1 to {MAX_THREADS}"),
         )),
     }
+}
+
+/// Threads that this process may use. Asking the system takes tens of microseconds: once is enough.
+fn available() -> usize {
+    static AVAILABLE: OnceLock<usize> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| thread::available_parallelism().map_or(1, Into::into))
 }
 
 /// Runs `work` on `num_threads` threads at once, this one among them, and returns when all are done.

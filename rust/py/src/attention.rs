@@ -1,16 +1,14 @@
 //! Paged attention as Python sees it: arguments checked, the GIL released while it is worth it.
 
-use std::num::NonZeroUsize;
-
 use leafkv_core::Isa;
 use leafkv_core::attention::{
     Options, Plan, PlanShape, attend, copy_blocks as copy, write_kv as write,
 };
 use pyo3::prelude::*;
-use pyo3::types::PyBool;
 
 use crate::array::strided::{Strided, empty, expect_storable, kv_layer};
 use crate::error::{invalid, to_py};
+use crate::int::{integer, show};
 
 /// Elements that are copied or converted before another Python thread would have noticed a released GIL.
 const BRIEF_ELEMENTS: usize = 1 << 16;
@@ -213,14 +211,9 @@ fn maybe_detach<T: Send>(py: Python<'_>, brief: bool, work: impl FnOnce() -> T +
 
 /// A size: an int of at least 1.
 fn positive(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let number = (!value.is_instance_of::<PyBool>()).then(|| value.extract::<NonZeroUsize>().ok());
-    number.flatten().map(NonZeroUsize::get).ok_or_else(|| {
-        let got = value
-            .repr()
-            .map_or_else(|_| "an object".to_owned(), |repr| repr.to_string());
-        invalid(
-            argument,
-            format!("got {got}, expected an int of at least 1"),
-        )
-    })
+    let number = integer(value).and_then(|n| usize::try_from(n).ok());
+    let problem = || format!("got {}, expected an int of at least 1", show(value));
+    number
+        .filter(|&n| n > 0)
+        .ok_or_else(|| invalid(argument, problem()))
 }

@@ -33,6 +33,13 @@ impl Record {
         }
     }
 
+    /// The `i`-th record after this one.
+    #[inline(always)]
+    pub(super) unsafe fn next(self, i: usize) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Self::at(self.output, self.width, i) }
+    }
+
     #[inline(always)]
     pub(super) fn output(self) -> *mut f32 {
         self.output

@@ -10,6 +10,7 @@
 //! left to right (`merge`).
 
 mod format;
+mod item;
 mod kernel;
 mod layout;
 mod merge;
@@ -17,6 +18,7 @@ pub mod naive;
 mod pack;
 mod plan;
 mod store;
+mod tiles;
 
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicUsize;
@@ -27,7 +29,7 @@ pub use store::{Blocks, copy_blocks, write_kv};
 
 use crate::simd::{Dispatch, Isa, Simd};
 use crate::{Error, Result, threads};
-use kernel::Call;
+use item::Call;
 use plan::Mask;
 
 /// What attention computes besides the shapes.
@@ -154,7 +156,7 @@ pub fn attend(
         query: *query,
         layer: *layer,
         out,
-        scratch: scratch.share(plan, &schedule),
+        shared: scratch.share(plan, &schedule),
     };
     let next = AtomicUsize::new(0);
     let work = || {
@@ -178,9 +180,9 @@ impl Dispatch for Work<'_> {
     type Output = ();
     fn run<S: Simd>(self, s: S) {
         match self.call.layer.spec().dtype {
-            KvDtype::F32 => kernel::run_items::<S, format::F32>(s, self.call, self.next),
-            KvDtype::F16 => kernel::run_items::<S, format::F16>(s, self.call, self.next),
-            KvDtype::Bf16 => kernel::run_items::<S, format::Bf16>(s, self.call, self.next),
+            KvDtype::F32 => item::run_items::<S, format::F32>(s, self.call, self.next),
+            KvDtype::F16 => item::run_items::<S, format::F16>(s, self.call, self.next),
+            KvDtype::Bf16 => item::run_items::<S, format::Bf16>(s, self.call, self.next),
         }
     }
 }

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result, threads};
 
-use super::kernel::Scratch;
+use super::item::Scratch;
 
 /// Absolute positions in a partition.
 pub(super) const PARTITION: usize = 256;
@@ -512,4 +512,144 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
     }
     items.sort_by_key(|item| Reverse(item.cost));
     items
+}
+
+/// The part of a range of positions in a partition, counted from its start.
+pub(super) fn local(sees: &Range<usize>, partition: usize) -> Range<usize> {
+    let at = |x: usize| x.saturating_sub(partition * PARTITION).min(PARTITION);
+    at(sees.start)..at(sees.end)
+}
+
+/// The smallest range around all that are not empty.
+pub(super) fn union<'a>(ranges: impl Iterator<Item = &'a Range<usize>>) -> Range<usize> {
+    let (mut start, mut end) = (usize::MAX, 0);
+    for range in ranges.filter(|r| !r.is_empty()) {
+        (start, end) = (start.min(range.start), end.max(range.end));
+    }
+    start.min(end)..end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const CAUSAL: Mask = Mask {
+        causal: true,
+        window: None,
+    };
+
+    /// A plan of sequences `(KV tokens, new rows)` over `table(sequence, entry)`.
+    fn plan(
+        block_size: usize,
+        group: usize,
+        sequences: &[(usize, usize)],
+        threads: usize,
+        table: impl Fn(usize, usize) -> i32,
+    ) -> Plan {
+        let mut starts = vec![0];
+        for (_, rows) in sequences {
+            starts.push(starts[starts.len() - 1] + *rows as i32);
+        }
+        let lens: Vec<_> = sequences.iter().map(|s| s.0 as i32).collect();
+        let shape = PlanShape {
+            num_heads: 2 * group,
+            num_kv_heads: 2,
+            head_dim: 64,
+            block_size,
+            num_blocks: 1 << 20,
+        };
+        Plan::new(shape, 1 << 16, table, &starts, &lens, Some(threads)).unwrap()
+    }
+
+    #[test]
+    fn a_prefix_in_the_same_blocks_is_read_once() {
+        // 1,024 tokens of 16 sequences, within them 512 more of the first eight, then 40 of each one's own.
+        let table = |s: usize, i: usize| match i * 16 {
+            ..1024 => i as i32,
+            1024..1536 if s < 8 => 1000 + i as i32,
+            _ => (s * 5000 + i) as i32,
+        };
+        let lens: Vec<_> = (0..16)
+            .map(|s| (if s < 8 { 1576 } else { 1064 }, 1))
+            .collect();
+        let schedule = plan(16, 3, &lens, 1, table).schedule(CAUSAL);
+        let mut reads: Vec<_> = schedule
+            .items
+            .iter()
+            .map(|item| (item.units.len(), item.partitions.clone()))
+            .collect();
+        reads.sort_by_key(|(units, p)| (Reverse(*units), p.start));
+        assert_eq!(reads[..2], [(16, 0..4), (8, 4..6)]);
+        assert!(
+            reads[2..]
+                .iter()
+                .all(|(units, p)| *units == 1 && p.len() == 1)
+        );
+        assert_eq!(reads.len(), 18);
+    }
+
+    #[test]
+    fn one_long_sequence_is_cut_for_all_threads() {
+        let long = plan(16, 1, &[(100_000, 1)], 8, |_, i| i as i32);
+        let items = &long.schedule(CAUSAL).items;
+        assert!(items.len() >= 8, "{} items", items.len());
+        let lens: Vec<_> = items.iter().map(|i| i.partitions.len()).collect();
+        assert!(
+            lens.iter().max().unwrap() <= &(2 * lens.iter().min().unwrap()),
+            "{lens:?}"
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn items_cover_what_each_row_sees_once(
+            block_size in prop_oneof![Just(64), Just(100), Just(256), Just(300)],
+            group in prop_oneof![Just(1), Just(3), Just(40)],
+            sequences in prop::collection::vec((0..1500_usize, 0..60_usize, any::<[bool; 24]>()), 1..7),
+            threads in 1..9_usize,
+            window in prop_oneof![Just(None), (1..900_usize).prop_map(Some)],
+        ) {
+            let lens: Vec<_> = sequences.iter().map(|s| (s.0, s.1.min(s.0))).collect();
+            // Two blocks an entry to choose from: prefixes are often shared.
+            let plan = plan(block_size, group, &lens, threads, |s, i| i32::from(sequences[s].2[i]));
+            let mask = Mask { causal: true, window };
+            let schedule = plan.schedule(mask);
+
+            let tokens: usize = schedule.units.iter().map(|u| u.tokens.len()).sum();
+            prop_assert_eq!(tokens, plan.tokens);
+            let mut records = 0;
+            for (u, unit) in schedule.units.iter().enumerate() {
+                let mine: Vec<_> = schedule.items.iter().filter(|i| i.units.contains(&u)).collect();
+                let mut runs: Vec<_> = mine.iter().map(|i| i.partitions.clone()).collect();
+                runs.sort_by_key(|r| r.start);
+                prop_assert_eq!(runs[0].start, unit.partitions.start);
+                prop_assert_eq!(runs[runs.len() - 1].end, unit.partitions.end);
+                prop_assert!(runs.windows(2).all(|w| w[0].end == w[1].start));
+                prop_assert_eq!(mine.iter().filter(|i| i.leftmost).count(), 1);
+                prop_assert_eq!(runs[0].end, unit.folded);
+                prop_assert_eq!(runs.len(), unit.items);
+                if unit.items > 1 {
+                    prop_assert_eq!(unit.records, records);
+                    records += unit.slots() * unit.tokens.len() * group;
+                }
+            }
+            prop_assert_eq!(records, schedule.records);
+            for item in schedule.items.iter().filter(|i| i.units.len() > 1) {
+                let blocks = |u: &usize| plan.blocks(&plan.sequences[schedule.units[*u].sequence]);
+                let (start, end) = (item.partitions.start * PARTITION, item.partitions.end * PARTITION);
+                let shared = start / block_size..end.div_ceil(block_size);
+                for u in &item.units {
+                    let unit = &schedule.units[*u];
+                    prop_assert_eq!(&blocks(u)[shared.clone()], &blocks(&item.units[0])[shared.clone()]);
+                    for i in unit.tokens.clone() {
+                        let sees = plan.sequences[unit.sequence].visible(i, mask);
+                        prop_assert!(sees.start <= start && end <= sees.end);
+                    }
+                }
+            }
+        }
+    }
 }

@@ -9,7 +9,7 @@ use leafkv_core::attention::{
 };
 
 /// Every bit set: a NaN in each dtype.
-const POISON: u8 = 0xff;
+pub const POISON: u8 = 0xff;
 
 pub const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16];
 pub const LAYOUTS: [KvLayout; 2] = [KvLayout::Rows, KvLayout::Tiled];
@@ -111,6 +111,11 @@ impl Cache {
         }
     }
 
+    /// Another content for the bytes that are not written yet.
+    pub fn poison(&mut self, byte: u8) {
+        self.bytes.fill(byte);
+    }
+
     pub fn spec(&self) -> KvSpec {
         self.spec
     }
@@ -161,6 +166,17 @@ impl Cache {
 
     /// Writes tokens `0..kv_len` of a sequence.
     pub fn fill(&mut self, sequence: &Sequence) {
+        self.fill_with(sequence, |side, source, t, h, d| {
+            number([side, source, t, h, d])
+        });
+    }
+
+    /// The same with other numbers: functions of side (1: K, 2: V), source, token, head and dimension.
+    pub fn fill_with(
+        &mut self,
+        sequence: &Sequence,
+        number: impl Fn(usize, usize, usize, usize, usize) -> f32,
+    ) {
         let s = self.spec;
         let slots: Vec<i64> = (0..sequence.kv_len)
             .map(|t| {
@@ -173,7 +189,7 @@ impl Cache {
             for t in 0..sequence.kv_len {
                 for h in 0..s.num_kv_heads {
                     data.extend(
-                        (0..s.head_dim).map(|d| number([side, sequence.text.source(t), t, h, d])),
+                        (0..s.head_dim).map(|d| number(side, sequence.text.source(t), t, h, d)),
                     );
                 }
             }

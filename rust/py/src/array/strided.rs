@@ -111,6 +111,11 @@ impl<'a> Strided<'a> {
         Ok(())
     }
 
+    /// Whether it has no elements, and so no memory: its strides then mean nothing.
+    fn is_empty(&self) -> bool {
+        self.shape().contains(&0)
+    }
+
     fn expect_writable(&self) -> PyResult<()> {
         if self.writable {
             Ok(())
@@ -123,7 +128,7 @@ impl<'a> Strided<'a> {
     fn expect_contiguous(&self, from: usize) -> PyResult<()> {
         let mut bytes = self.item_size as isize;
         for i in (from..self.rank).rev() {
-            if self.shape[i] > 1 && self.strides[i] != bytes {
+            if !self.is_empty() && self.shape[i] > 1 && self.strides[i] != bytes {
                 return Err(self.wrong(&format!(
                     "strides {:?} of shape {:?}: dimensions from {from} on must be contiguous",
                     &self.strides[..self.rank],
@@ -141,7 +146,7 @@ impl<'a> Strided<'a> {
 
     /// The addresses between its first and its last byte.
     fn extent(&self) -> Range<usize> {
-        if self.shape().contains(&0) {
+        if self.is_empty() {
             return 0..0;
         }
         let (mut low, mut high) = (0_isize, self.item_size as isize);
@@ -209,7 +214,7 @@ impl<'a> Strided<'a> {
         self.expect_contiguous(2)?;
         self.expect_writable()?;
         for (i, &n) in self.shape[..2].iter().enumerate() {
-            if n > 1 && self.strides[i] == 0 {
+            if !self.is_empty() && n > 1 && self.strides[i] == 0 {
                 return Err(self.wrong("a dimension of stride 0 puts rows onto each other"));
             }
         }
@@ -231,7 +236,7 @@ impl<'a> Strided<'a> {
         self.expect_writable()?;
         self.expect_contiguous(1)?;
         let bytes = self.shape[1..self.rank].iter().product::<usize>() * self.item_size;
-        if self.shape[0] > 1 && self.strides[0].unsigned_abs() < bytes {
+        if !self.is_empty() && self.shape[0] > 1 && self.strides[0].unsigned_abs() < bytes {
             return Err(self.wrong("its blocks overlap each other"));
         }
         // SAFETY: numpy vouches for shape and strides; blocks are contiguous, apart and writable. That nobody else

@@ -1,0 +1,245 @@
+//! The invariant: a row's bits depend on its query, the scale and its visible keys and values alone.
+#![allow(missing_docs)]
+
+mod attention_support;
+
+use attention_support::*;
+use leafkv_core::Isa;
+use leafkv_core::attention::{KvDtype, Options};
+use proptest::prelude::*;
+
+/// A row computed alone: one sequence, one row, one thread, tiled blocks of 16 in order, all else NaN.
+fn alone(
+    isa: Isa,
+    dtype: KvDtype,
+    heads: Heads,
+    text: Text,
+    kv_len: usize,
+    options: &Options,
+) -> Vec<f32> {
+    let count = kv_len.div_ceil(16);
+    let sequence = Sequence {
+        text,
+        kv_len,
+        rows: 1,
+        blocks: (0..count as i32).collect(),
+    };
+    let mut cache = Cache::new(dtype, Order::Tiled, count, 16, heads);
+    cache.fill(&sequence);
+    run(isa, &[sequence], &cache, heads, 1, options)
+}
+
+/// Some arrangement of rows in a batch, a cache and threads.
+#[derive(Debug, Clone)]
+struct Arrangement {
+    isa: usize,
+    dtype: KvDtype,
+    heads: Heads,
+    /// Prefix, shared tokens, further tokens, new rows.
+    sequences: Vec<(usize, usize, usize, usize)>,
+    order: Order,
+    block_size: usize,
+    threads: usize,
+    poison: u8,
+    window: Option<usize>,
+    seed: usize,
+}
+
+fn arrangements() -> impl Strategy<Value = Arrangement> {
+    let heads = prop_oneof![
+        Just((3, 1, 64)),
+        Just((8, 2, 48)),
+        Just((4, 4, 32)),
+        Just((14, 2, 16)),
+        Just((1, 1, 128)),
+        Just((6, 3, 22)),
+    ];
+    let shared = prop_oneof![Just(0), Just(256), Just(300), Just(512), 1..600_usize];
+    let own = prop_oneof![Just(1), Just(256), 1..300_usize];
+    let rows = prop_oneof![4 => 1..4_usize, 2 => 1..24_usize, 1 => 1..70_usize];
+    let cache = prop_oneof![
+        (
+            Just(Order::Tiled),
+            prop_oneof![Just(16), Just(32), Just(48), Just(256)]
+        ),
+        (
+            Just(Order::HeadMajor),
+            prop_oneof![Just(1), Just(3), Just(16), Just(100)]
+        ),
+        (
+            Just(Order::TokenMajor),
+            prop_oneof![Just(5), Just(8), Just(16), Just(64)]
+        ),
+    ];
+    (
+        (0..Isa::available().count(), 0..3_usize, heads),
+        prop::collection::vec((0..2_usize, shared, own, rows), 1..6),
+        cache,
+        1..5_usize,
+        prop_oneof![Just(POISON), Just(0), Just(0x7b)],
+        prop_oneof![3 => Just(None), 1 => (1..600_usize).prop_map(Some)],
+        any::<u8>(),
+    )
+        .prop_map(
+            |((isa, dtype, (query, kv, dim)), sequences, cache, threads, poison, window, seed)| {
+                Arrangement {
+                    isa,
+                    dtype: DTYPES[dtype],
+                    heads: Heads { query, kv, dim },
+                    sequences,
+                    order: cache.0,
+                    block_size: cache.1,
+                    threads,
+                    poison,
+                    window,
+                    seed: seed.into(),
+                }
+            },
+        )
+}
+
+/// The sequences of an arrangement; those of one prefix share its whole blocks.
+fn place(a: &Arrangement) -> (Vec<Sequence>, usize) {
+    let longest = |prefix| {
+        let same = a.sequences.iter().filter(|s| s.0 == prefix);
+        same.map(|s| s.1).max().unwrap_or(0) / a.block_size
+    };
+    let count = a
+        .sequences
+        .iter()
+        .map(|s| (s.1 + s.2).div_ceil(a.block_size))
+        .sum::<usize>()
+        + longest(0)
+        + longest(1);
+    let mut blocks = Blocks::new(count, a.seed);
+    let prefixes = [0, 1].map(|prefix| blocks.take(longest(prefix)));
+    let sequences = a
+        .sequences
+        .iter()
+        .enumerate()
+        .map(|(id, &(prefix, shared, own, rows))| {
+            let kv_len = shared + own;
+            let mut table = prefixes[prefix][..shared / a.block_size].to_vec();
+            table.extend(blocks.take(kv_len.div_ceil(a.block_size) - table.len()));
+            Sequence {
+                text: Text { id, prefix, shared },
+                kv_len,
+                rows: rows.min(kv_len),
+                blocks: table,
+            }
+        });
+    (sequences.collect(), count)
+}
+
+fn bits(row: &[f32]) -> Vec<u32> {
+    row.iter().map(|x| x.to_bits()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_row_alone_equals_the_same_row_in_any_arrangement(a in arrangements()) {
+        let isa = Isa::available().nth(a.isa).unwrap();
+        let options = Options { sliding_window: a.window, ..CAUSAL };
+        let (sequences, count) = place(&a);
+        let mut cache = Cache::new(a.dtype, a.order, count, a.block_size, a.heads);
+        cache.poison(a.poison);
+        sequences.iter().for_each(|s| cache.fill(s));
+        let out = run(isa, &sequences, &cache, a.heads, a.threads, &options);
+
+        let mut rows = out.chunks_exact(a.heads.query * a.heads.dim);
+        for s in &sequences {
+            for kv_len in s.kv_len - s.rows + 1..=s.kv_len {
+                let want = alone(isa, a.dtype, a.heads, s.text, kv_len, &options);
+                prop_assert!(!want.iter().any(|x| x.is_nan()));
+                prop_assert_eq!(bits(rows.next().unwrap()), bits(&want), "{:?} {:?}, {} keys", isa, s.text, kv_len);
+            }
+        }
+    }
+}
+
+/// Enough work for every thread to take part, with a prefix that all share, in one batch.
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    let heads = Heads {
+        query: 12,
+        kv: 4,
+        dim: 64,
+    };
+    let sequences: Vec<_> = (0..12)
+        .map(|id| Sequence {
+            text: Text {
+                id,
+                prefix: 0,
+                shared: 768,
+            },
+            kv_len: 800 + 90 * id,
+            rows: if id % 5 == 4 { 200 } else { 1 + id % 3 },
+            blocks: (0..48)
+                .chain(48 + 100 * id as i32..)
+                .take((800 + 90 * id).div_ceil(16))
+                .collect(),
+        })
+        .collect();
+    for dtype in DTYPES {
+        let mut cache = Cache::new(dtype, Order::Tiled, 1300, 16, heads);
+        sequences.iter().for_each(|s| cache.fill(s));
+        for isa in Isa::available() {
+            let want = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
+            for threads in [2, 3, 8] {
+                let out = run(isa, &sequences, &cache, heads, threads, &CAUSAL);
+                assert!(
+                    bits(&out) == bits(&want),
+                    "{isa} {dtype:?}, {threads} threads"
+                );
+            }
+        }
+    }
+}
+
+/// A visible NaN reaches the rows that see it, and no other.
+#[test]
+fn a_visible_nan_shows_in_its_rows_alone() {
+    let heads = Heads {
+        query: 2,
+        kv: 1,
+        dim: 16,
+    };
+    let sequences: Vec<_> = (0..2)
+        .map(|id| Sequence {
+            text: Text::own(id),
+            kv_len: 40,
+            rows: 10,
+            blocks: (3 * id as i32..).take(3).collect(),
+        })
+        .collect();
+    for dtype in DTYPES {
+        for side in [1, 2] {
+            let mut cache = Cache::new(dtype, Order::Tiled, 6, 16, heads);
+            cache.fill(&sequences[0]);
+            cache.fill(&sequences[1]);
+            let plain: Vec<_> = Isa::available()
+                .map(|isa| run(isa, &sequences, &cache, heads, 1, &CAUSAL))
+                .collect();
+            cache.fill_with(&sequences[0], |s, source, t, h, d| {
+                if (s, t) == (side, 35) {
+                    f32::NAN
+                } else {
+                    number([s, source, t, h, d])
+                }
+            });
+            for (isa, plain) in Isa::available().zip(plain) {
+                let out = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
+                for (row, (x, y)) in out.chunks(32).zip(plain.chunks(32)).enumerate() {
+                    // Row 5 of the first sequence is position 35.
+                    if (5..10).contains(&row) {
+                        assert!(x.iter().all(|x| x.is_nan()), "{isa} {dtype:?} row {row}");
+                    } else {
+                        assert_eq!(bits(x), bits(y), "{isa} {dtype:?} row {row}");
+                    }
+                }
+            }
+        }
+    }
+}

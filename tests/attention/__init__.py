@@ -1,0 +1,1 @@
+"""Tests of paged attention from Python."""

@@ -1,0 +1,423 @@
+"""Paged attention from Python: right against numpy, bit-equal, in place, strict about its input."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from leafkv import InvalidInputError
+from leafkv._core import AttentionPlan, copy_blocks, instruction_set, paged_attention, write_kv
+
+from . import reference
+
+TOLERANCE = {"f32": 2e-6, "f16": 2e-6, "bf16": 2e-2}
+
+
+class Batch(NamedTuple):
+    query: NDArray[np.float32]
+    keys: NDArray[Any]  # the rows layout
+    values: NDArray[Any]
+    tables: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    lens: NDArray[np.int32]
+
+    @property
+    def step(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        return self.tables, self.starts, self.lens
+
+    def attend(self, **options: Any) -> NDArray[np.float32]:
+        return paged_attention(self.query, self.keys, self.values, *self.step, **options)
+
+    def tiled(self, **options: Any) -> NDArray[np.float32]:
+        keys, values = reference.tile_keys(self.keys), reference.tile_values(self.values)
+        return paged_attention(self.query, keys, values, *self.step, **options)
+
+
+def make(
+    sequences: list[tuple[int, int]],  # (tokens of KV, new rows)
+    dtype: str = "f32",
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    block_size: int = 16,
+) -> Batch:
+    """A batch whose blocks are scattered over a cache that is NaN wherever no token is."""
+    rng = np.random.default_rng([len(sequences), head_dim, block_size])
+    counts = [-(-kv // block_size) for kv, _ in sequences]
+    ids = rng.permutation(sum(counts) + 2).astype(np.int32)
+    tables = np.full((len(sequences), max(counts, default=0)), -1, np.int32)
+    shape = (len(ids), heads[1], block_size, head_dim)
+    caches = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+    for i, (kv_len, _) in enumerate(sequences):
+        tables[i, : counts[i]], ids = ids[: counts[i]], ids[counts[i] :]
+        position = np.arange(kv_len)
+        blocks, offsets = tables[i][position // block_size], position % block_size
+        for cache in caches:
+            cache[blocks, :, offsets] = rng.standard_normal((kv_len, heads[1], head_dim))
+    rows = [n for _, n in sequences]
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    query = rng.standard_normal((sum(rows), heads[0], head_dim), np.float32)
+    keys, values = (reference.store(cache, dtype) for cache in caches)
+    return Batch(query, keys, values, tables, starts, np.array([kv for kv, _ in sequences], np.int32))
+
+
+SEQUENCES = [(1, 1), (40, 7), (300, 1), (257, 20), (512, 2)]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"sliding_window": 37}, {"scale": 0.5}], ids=str)
+def test_matches_the_definition_in_both_layouts(dtype: str, options: dict[str, Any]) -> None:
+    batch = make(SEQUENCES, dtype)
+    want = reference.attention(*batch, **options)
+    rows, tiled = batch.attend(**options), batch.tiled(**options)
+    np.testing.assert_allclose(rows, want, rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(rows.view(np.uint32), tiled.view(np.uint32))
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 46, 72, 80, 112, 128, 256])
+def test_any_head_dimension(head_dim: int) -> None:
+    batch = make([(33, 3), (280, 1)], head_dim=head_dim)
+    np.testing.assert_allclose(batch.tiled(), reference.attention(*batch), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 32, 256])
+def test_any_block_size(block_size: int) -> None:
+    batch = make(SEQUENCES, block_size=block_size)
+    np.testing.assert_allclose(batch.attend(), reference.attention(*batch), rtol=0, atol=2e-6)
+
+
+def strided(batch: Batch, kind: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The batch's caches as views of larger arrays, as other engines hold them."""
+    n, h, b, d = batch.keys.shape
+    dtype = batch.keys.dtype
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    if kind == "interleaved":  # K and V of a block side by side
+        both = np.empty((n, 2, h, b, d), dtype)
+        keys, values = both[:, 0], both[:, 1]
+    elif kind == "layers":  # one layer of many
+        packed = np.empty((n, 3, 2, h, b, d), dtype)
+        keys, values = packed[:, 1, 0], packed[:, 1, 1]
+    elif kind == "token-major":  # [block, token, head, dim]
+        keys, values = (np.empty((n, b, h, d), dtype).transpose(0, 2, 1, 3) for _ in range(2))
+    elif kind == "different":  # K and V strided differently
+        keys = np.empty((n, b, h, d), dtype).transpose(0, 2, 1, 3)
+        values = np.empty((n, h, b, d + 3), dtype)[..., :d]
+    else:  # misaligned, and blocks in reverse
+        raw = np.empty(2 * batch.keys.nbytes + 1, np.uint8)[1:]
+        keys, values = raw.view(dtype).reshape(2, n, h, b, d)[:, ::-1]
+    keys[...], values[...] = batch.keys, batch.values
+    return keys, values
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("kind", ["interleaved", "layers", "token-major", "different", "misaligned"])
+def test_strided_views_are_read_in_place(kind: str, dtype: str) -> None:
+    batch = make(SEQUENCES, dtype)
+    keys, values = strided(batch, kind)
+    out = paged_attention(batch.query, keys, values, *batch.step)
+    np.testing.assert_array_equal(out, batch.attend())
+    values[...] = 0
+    assert not paged_attention(batch.query, keys, values, *batch.step).any()
+
+
+def test_strided_query_and_tables() -> None:
+    batch = make(SEQUENCES)
+    fused = np.repeat(batch.query, 2, axis=1)
+    wide = np.repeat(batch.tables, 2, axis=1)[:, ::2]
+    out = paged_attention(fused[:, ::2], batch.keys, batch.values, wide, *batch.step[1:])
+    np.testing.assert_array_equal(out, batch.attend())
+
+
+def test_a_row_is_bit_equal_alone_in_a_batch_and_with_any_threads() -> None:
+    batch = make([(900, 1), (900, 30), (64, 64)], "bf16", heads=(8, 2), head_dim=64)
+    together = batch.tiled(num_threads=1)
+    for threads in (1, 2, 5, None):
+        np.testing.assert_array_equal(batch.attend(num_threads=threads), together)
+    for i, (start, end) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
+        for row in range(start, end):
+            alone = paged_attention(
+                batch.query[row : row + 1],
+                batch.keys,
+                batch.values,
+                batch.tables[i : i + 1],
+                np.array([0, 1], np.int32),
+                np.array([batch.lens[i] - (end - 1 - row)], np.int32),
+            )
+            np.testing.assert_array_equal(alone[0], together[row])
+
+
+def plan_of(batch: Batch, **kwargs: Any) -> AttentionPlan:
+    sizes: dict[str, Any] = {
+        "num_heads": batch.query.shape[1],
+        "num_kv_heads": batch.keys.shape[1],
+        "head_dim": batch.query.shape[2],
+        "block_size": batch.keys.shape[2],
+        "num_blocks": batch.keys.shape[0],
+    }
+    return AttentionPlan(*batch.step, **(sizes | kwargs))
+
+
+def test_a_plan_serves_every_layer_and_mask_and_owns_what_it_needs() -> None:
+    batch = make(SEQUENCES)
+    tables, starts, lens = (array.copy() for array in batch.step)
+    plan = plan_of(batch._replace(tables=tables, starts=starts, lens=lens))
+    for array in (tables, starts, lens):
+        array.fill(-7)
+    masks: list[dict[str, Any]] = [{}, {"sliding_window": 5}, {"causal": False}, {}]
+    for options in masks:
+        got = plan.attend(batch.query, batch.keys, batch.values, **options)
+        np.testing.assert_array_equal(got, batch.attend(**options))
+    layer = batch._replace(keys=batch.values, values=batch.keys)
+    np.testing.assert_array_equal(plan.attend(layer.query, layer.keys, layer.values), layer.attend())
+
+
+def test_out_is_written_and_returned() -> None:
+    batch = make(SEQUENCES)
+    out = np.full((len(batch.query), 3, 4, 16), np.nan, np.float32)
+    view = out[:, 1]
+    assert batch.attend(out=view) is view
+    np.testing.assert_array_equal(view, batch.attend())
+    assert np.isnan(out[:, [0, 2]]).all()
+
+
+def test_rows_that_see_no_key_are_zero() -> None:
+    batch = make([(0, 2), (3, 5)])
+    out = batch.attend(causal=False)
+    assert not out[:2].any()
+    np.testing.assert_allclose(out, reference.attention(*batch, causal=False), rtol=0, atol=2e-6)
+
+
+def test_an_empty_batch_is_empty() -> None:
+    assert make([(5, 0), (0, 0)]).attend().shape == (0, 4, 16)
+    assert make([]).attend().shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_write_kv_fills_both_layouts(dtype: str) -> None:
+    key, value = np.random.default_rng(0).standard_normal((2, 5, 2, 8), np.float32)
+    slots = np.array([33, -1, 0, 47, 16], np.int64)
+    blank = reference.store(np.zeros((3, 2, 16, 8), np.float32), dtype)
+    rows, tiled = [blank.copy(), blank.copy()], [blank.copy().reshape(3, 2, -1) for _ in range(2)]
+    write_kv(key, value, rows[0], rows[1], slots)
+    write_kv(key, value, tiled[0], tiled[1], slots)
+    for new, cache in zip((key, value), rows, strict=True):
+        want = blank.copy()
+        for row, slot in zip(reference.store(new, dtype), slots, strict=True):
+            if slot >= 0:
+                want[slot // 16, :, slot % 16] = row
+        np.testing.assert_array_equal(cache, want)
+    np.testing.assert_array_equal(tiled[0], reference.tile_keys(rows[0]))
+    np.testing.assert_array_equal(tiled[1], reference.tile_values(rows[1]))
+
+
+def test_write_kv_reads_and_writes_views_in_place() -> None:
+    pool = np.zeros((3, 4, 2, 2, 16 * 8), np.float32)  # [block, layer, head, K or V, elements]
+    fused = np.random.default_rng(0).standard_normal((5, 6, 8), np.float32)
+    write_kv(fused[:, 2:4], fused[:, 4:], pool[:, 1, :, 0], pool[:, 1, :, 1], np.arange(30, 35))
+    assert not pool[:, [0, 2, 3]].any()
+    np.testing.assert_array_equal(pool[1, 1, 0, 0].reshape(8, 16)[:, 14], fused[0, 2])
+    np.testing.assert_array_equal(pool[2, 1, 1, 1].reshape(16, 8)[2], fused[4, 5])
+
+
+def test_bfloat16_is_known_by_name() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    batch = make(SEQUENCES, "bf16")
+    named = batch._replace(keys=batch.keys.view(bfloat16), values=batch.values.view(bfloat16))
+    np.testing.assert_array_equal(named.attend(), batch.attend())
+
+
+def test_copy_blocks() -> None:
+    cache = np.arange(5 * 6, dtype=np.int16).reshape(5, 2, 3)
+    before = cache.copy()
+    copy_blocks(cache, np.array([[0, 1], [1, 0], [1, 4], [3, 3]], np.int32))
+    np.testing.assert_array_equal(cache, before[[1, 0, 2, 3, 1]])
+    copy_blocks(cache, np.empty((0, 2), np.int32))
+    for pairs in ([[0, 1], [2, 1]], [[0, 5]], [[-1, 0]], [[0, 1, 2]]):
+        with pytest.raises(InvalidInputError, match=r"^pairs: "):
+            copy_blocks(cache, np.array(pairs, np.int32))
+    one = np.array([[0, 1]], np.int32)
+    overlapping = np.lib.stride_tricks.as_strided(cache, (3, 6), (4, 2))
+    for bad in (cache[:, :, :2], overlapping, read_only(cache), np.array(1)):
+        with pytest.raises(InvalidInputError, match=r"^cache: "):
+            copy_blocks(bad, one)
+    np.testing.assert_array_equal(cache, before[[1, 0, 2, 3, 1]])
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view: NDArray[Any] = array.view()
+    view.flags.writeable = False
+    return view
+
+
+BATCH = make([(40, 3), (20, 1)])
+BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("query", {"query": BATCH.query.astype(np.float64)}, {}),
+    ("query", {"query": BATCH.query[0]}, {}),
+    ("query", {"query": BATCH.query[..., ::2]}, {}),
+    ("query", {"query": BATCH.query[:3]}, {}),
+    ("query", {"query": BATCH.query.tolist()}, {}),
+    ("query", {"starts": np.array([0, 3, 5], np.int32)}, {}),
+    ("key_cache", {"keys": np.zeros_like(BATCH.keys, np.int8)}, {}),
+    ("key_cache", {"keys": BATCH.keys.astype(">f4"), "values": BATCH.values.astype(">f4")}, {}),
+    ("key_cache", {"keys": BATCH.keys[0, 0]}, {}),
+    ("key_cache", {"keys": BATCH.keys[..., :8], "values": BATCH.values[..., :8]}, {}),
+    ("key_cache", {"keys": BATCH.keys[..., ::-1]}, {}),
+    ("key_cache", {"keys": BATCH.keys[:0], "values": BATCH.values[:0]}, {}),
+    ("value_cache", {"keys": BATCH.keys[0]}, {}),
+    ("value_cache", {"values": BATCH.values.astype(np.float16)}, {}),
+    ("value_cache", {"values": BATCH.values[1:]}, {}),
+    ("num_heads", {"query": np.ascontiguousarray(BATCH.query[:, :3])}, {}),
+    ("block_tables", {"tables": BATCH.tables.astype(np.int64)}, {}),
+    ("block_tables", {"tables": BATCH.tables[:1]}, {}),
+    ("block_tables", {"tables": BATCH.tables[:, :2]}, {}),
+    ("block_tables", {"tables": BATCH.tables - 9}, {}),
+    ("block_tables", {"tables": BATCH.tables + 9}, {}),
+    ("block_tables", {"tables": BATCH.tables[0]}, {}),
+    ("query_starts", {"starts": BATCH.starts + 1}, {}),
+    ("query_starts", {"starts": np.array([0, 4, 3], np.int32)}, {}),
+    ("query_starts", {"starts": BATCH.starts[:2]}, {}),
+    ("kv_lens", {"lens": np.array([40, 0], np.int32)}, {}),
+    ("kv_lens", {"lens": np.array([-1, 20], np.int32)}, {}),
+    ("kv_lens", {"lens": BATCH.lens.astype(np.float32)}, {}),
+    ("scale", {}, {"scale": float("nan")}),
+    ("sliding_window", {}, {"sliding_window": 0}),
+    ("sliding_window", {}, {"sliding_window": -1}),
+    ("sliding_window", {}, {"sliding_window": 2.5}),
+    ("sliding_window", {}, {"sliding_window": 3, "causal": False}),
+    ("num_threads", {}, {"num_threads": 0}),
+    ("num_threads", {}, {"num_threads": 10**6}),
+    ("out", {}, {"out": np.empty((4, 4, 15), np.float32)}),
+    ("out", {}, {"out": np.empty((4, 4, 16), np.float64)}),
+    ("out", {}, {"out": read_only(np.empty((4, 4, 16), np.float32))}),
+    ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (0, 64, 4))}),
+    ("out", {}, {"out": BATCH.query}),
+    ("out", {}, {"out": BATCH.keys[0].reshape(-1)[16:272].reshape(4, 4, 16)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes", "options"), BAD_CALLS, ids=[f"{i}-{bad[0]}" for i, bad in enumerate(BAD_CALLS)]
+)
+def test_bad_input_is_refused_by_name(argument: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    before = [array.copy() for array in BATCH]
+    with pytest.raises(InvalidInputError, match=rf"^{argument}: "):
+        BATCH._replace(**changes).attend(**options)
+    for array, was in zip(BATCH, before, strict=True):
+        np.testing.assert_array_equal(array, was)
+
+
+@pytest.mark.parametrize("option", ["softcap", "alibi_slopes", "sinks", "return_lse", "k_scale", "window"])
+def test_options_that_do_not_exist_are_refused(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        BATCH.attend(**{option: None})
+    unknown: dict[str, Any] = {option: None}
+    with pytest.raises(TypeError, match=option):
+        plan_of(BATCH).attend(BATCH.query, BATCH.keys, BATCH.values, **unknown)
+
+
+def test_a_plan_refuses_other_shapes() -> None:
+    plan = plan_of(BATCH)
+    with pytest.raises(InvalidInputError, match=r"^key_cache: "):
+        plan.attend(BATCH.query, BATCH.keys[1:], BATCH.values[1:])
+    with pytest.raises(InvalidInputError, match=r"^query: "):
+        plan.attend(BATCH.query[:2], BATCH.keys, BATCH.values)
+    for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_blocks", "num_threads"):
+        for bad in (0, -1, 1.5, True, "2", 2**70):
+            with pytest.raises(InvalidInputError, match=rf"^{name}: "):
+                plan_of(BATCH, **{name: bad})
+
+
+@pytest.mark.parametrize("slot", [-2, 9 * 16, 2**40])
+def test_write_kv_refuses_slots_outside_the_cache_before_writing(slot: int) -> None:
+    keys, values = (np.zeros((9, 2, 256), np.float32) for _ in range(2))
+    data = np.ones((2, 2, 16), np.float32)
+    with pytest.raises(InvalidInputError, match=r"^slots: entry 1"):
+        write_kv(data, data, keys, values, np.array([0, slot], np.int64))
+    assert not keys.any()
+    assert not values.any()
+
+
+def test_write_kv_refuses_malformed_arrays() -> None:
+    keys, values = (np.zeros((9, 2, 256), np.float32) for _ in range(2))
+    data, slots = np.ones((2, 2, 16), np.float32), np.arange(2)
+    bad: list[tuple[str, tuple[Any, ...]]] = [
+        ("key", (data[0], data, keys, values, slots)),
+        ("value", (data, data[:1], keys, values, slots)),
+        ("key", (data[:, :1], data[:, :1], keys, values, slots)),
+        ("key", (data, data, keys, values, slots[:1])),
+        ("key_cache", (data[..., :15].copy(), data[..., :15].copy(), keys, values, slots)),
+        ("key_cache", (data, data, read_only(keys), values, slots)),
+        ("key_cache", (keys[:2, :, :16], data, keys, values, slots)),
+        ("value_cache", (data, data, keys, keys, slots)),
+        ("slots", (data, data, keys, values, slots.astype(np.int32))),
+    ]
+    for argument, arguments in bad:
+        with pytest.raises(InvalidInputError, match=rf"^{argument}: "):
+            write_kv(*arguments)
+    assert not keys.any()
+    assert not values.any()
+
+
+def test_calls_of_one_plan_at_the_same_time_agree() -> None:
+    batch = make([(1500, 600)], heads=(8, 2), head_dim=64)
+    want, plan = batch.tiled(), plan_of(batch)
+    keys, values = reference.tile_keys(batch.keys), reference.tile_values(batch.values)
+    outs = [np.zeros_like(want) for _ in range(4)]
+    threads = [
+        threading.Thread(target=plan.attend, args=(batch.query, keys, values), kwargs={"out": out}) for out in outs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out in outs:
+        np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_attention_works_in_a_forked_child() -> None:
+    batch = make([(1500, 300)], heads=(8, 2), head_dim=64)
+    plan = plan_of(batch, num_threads=2)
+    want = plan.attend(batch.query, batch.keys, batch.values)
+    if (child := os.fork()) == 0:
+        equal = np.array_equal(plan.attend(batch.query, batch.keys, batch.values), want)
+        os._exit(0 if equal else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_results_do_not_keep_inputs_alive() -> None:
+    batch = make([(40, 3)])
+    keys = batch.keys.copy()
+    ref = weakref.ref(keys)
+    out = paged_attention(batch.query, keys, batch.values, *batch.step)
+    del keys
+    gc.collect()
+    assert ref() is None
+    assert out.flags.owndata
+
+
+def with_isa(name: str) -> subprocess.CompletedProcess[str]:
+    code = "from leafkv._core import instruction_set; print(instruction_set())"
+    environment = os.environ | {"LEAFKV_ISA": name}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_instruction_set_can_be_forced() -> None:
+    assert with_isa("scalar").stdout == "scalar\n"
+    assert with_isa(instruction_set()).stdout == f"{instruction_set()}\n"
+    for wrong in ("sse9", "avx2" if instruction_set() == "neon" else "neon"):
+        failed = with_isa(wrong)
+        assert failed.returncode != 0
+        assert "InvalidInputError: LEAFKV_ISA: " in failed.stderr
+        assert wrong in failed.stderr
