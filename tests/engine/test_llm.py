@@ -338,6 +338,28 @@ def test_text_options(llm: LLM) -> None:
     assert off.token_ids == shown.token_ids
 
 
+def test_held_back_text_comes_with_the_end() -> None:
+    class InPairs(ToyTokenizer):
+        """Two tokens make a character, as it were."""
+
+        def decode_stream(self, skip_special_tokens: bool = True) -> Any:
+            decode, held = self.decode, list[int]()
+
+            class Stream:
+                def step(self, token: int) -> str | None:
+                    held.append(token)
+                    if len(held) % 2:
+                        return None
+                    return decode(held[-2:], skip_special_tokens)
+
+            return Stream()
+
+    llm = make_llm(tokenizer=InPairs())
+    texts = [o.outputs[0].text for o in llm.stream([1, 2], greedy(5, ignore_eos=True, skip_special_tokens=False))]
+    assert [len(text) for text in texts] == [0, 2, 2, 4, 5]
+    assert texts[-1] == ToyTokenizer().decode(reference([1, 2], 5, ignore_eos=True), skip_special_tokens=False)
+
+
 def test_the_cache_is_sized_from_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "leafkv"):
         llm = make_llm(num_blocks=None, max_num_seqs=3, max_model_len=10)
