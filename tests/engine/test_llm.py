@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import leafkv
-from leafkv import LLM, InvalidInputError, SamplingParams
+from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
 
 from .rig import greedy, make_llm
 from .toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
@@ -229,6 +229,21 @@ def test_a_stream_never_started_is_no_request(llm: LLM) -> None:
     assert llm.stats().waiting == 0
     del stream
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_answer_that_cannot_come_is_not_awaited(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], greedy(5, ignore_eos=True))
+    llm.engine.abort_request(next(stream).request_id)
+    llm.engine.step()  # somebody else took the report
+    with pytest.raises(InvariantError, match="awaited"):
+        next(stream)
+    assert drained(llm)
+
+
+def test_an_abort_reaches_the_stream(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], greedy(5, ignore_eos=True))
+    llm.engine.abort_request(next(stream).request_id)
+    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
 
 
 def test_a_stream_dropped_within_a_step_is_aborted() -> None:

@@ -15,7 +15,7 @@ from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
 from leafkv.engine.sampling_params import SamplingParams
-from leafkv.errors import InvalidInputError
+from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class LLM:
 
         Raises:
             InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
+            Exception: what the model raised, if it did; the other requests of the call are then ended.
         """
         each_prompt = as_prompts(prompts)
         each_params = _each(sampling_params, len(each_prompt))
@@ -205,14 +206,20 @@ class LLM:
         while not inbox:
             with self._lock:
                 if not inbox:  # another thread's step may have filled it
-                    for output in self.engine.step():
-                        if output.request_id in self._inboxes:
-                            self._inboxes[output.request_id].append(output)
+                    self._step()
             self._abort_dropped()
         output = inbox.popleft()
         if output.error is not None:
             raise output.error
         return output
+
+    def _step(self) -> None:
+        if not self.engine.has_unfinished_requests():
+            raise InvariantError("an answer is awaited, and no request is left that could give it")
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
 
     def _drop(self, request: Request) -> None:
         """End a request if it has not ended, and forget it."""
