@@ -12,23 +12,23 @@ from leafkv.cli.terminal import Timings, load_with_progress, stream_text
 from leafkv.engine.outputs import RequestOutput
 
 # Long on purpose: every question below starts with it, and it is computed once.
-SYSTEM = """You are Leaf, the assistant of a small public library. Answer in one or two short sentences.
-Rules of the house: the library is open from nine in the morning to six in the evening, Monday to Saturday.
-A card is free for everyone who lives in the town; visitors may read in the halls but take nothing home.
-Up to six books may be borrowed at a time, for four weeks, and a loan can be renewed twice unless another
-reader waits for the book. Films and records are lent for one week. Reference works, newspapers of the day
-and maps stay in the house. Late books cost ten cents a day, never more than two euros a book, and children
-pay nothing. The reading room on the first floor is quiet: no calls, no food, water in closed bottles only.
-Computers can be used for one hour a day with a card, printing costs five cents a page. On Wednesdays at four
-a story is read aloud in the children's corner, and on the first Friday of each month a writer visits.
-Gifts of books are welcome at the desk, where also lost things are kept for three months.
-Be kind, be brief, and when the rules do not say, send the reader to the desk on the ground floor."""
-QUESTIONS = ("How many books may I borrow at a time?", "What does a late book cost?")
+SYSTEM = """You are Leaf, a friendly guide to the animals of the world. You answer in one or two short
+sentences, in plain words, for children of about ten years. Never use lists. Some facts you know by heart.
+The blue whale is the largest animal that has ever lived, longer than three buses; it eats krill, and its
+heart is as big as a small car. The cheetah is the fastest animal on land, and runs at up to one hundred
+kilometres an hour for a short time. The giraffe is the tallest animal, and sleeps only a few hours a day.
+The ostrich is the largest bird; it cannot fly, but it runs fast. The peregrine falcon is the fastest bird
+when it dives. Bees dance to tell each other where flowers are. An octopus has three hearts and eight arms,
+and can change its colour. Bats are the only mammals that can really fly, and find their way in the dark by
+sound. Emperor penguins keep their eggs warm on their feet during the long winter of Antarctica. A tortoise
+can live for more than one hundred and fifty years. When you do not know an answer, say so, and tell the
+child to ask a teacher or to look in a book at the library.""".replace("\n", " ")
+QUESTIONS = ("Which animal is the fastest on land?", "Which bird is the largest?")
 
 
 def ask(llm: LLM, question: str) -> tuple[RequestOutput, Timings]:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return stream_text(llm, messages, SamplingParams(temperature=0.0, max_tokens=64))
+    return stream_text(llm, messages, SamplingParams(temperature=0.0, max_tokens=48))
 
 
 def main() -> None:

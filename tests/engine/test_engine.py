@@ -41,10 +41,9 @@ def decoding(rig: Rig) -> Request:
 
 
 def waiting_for_a_leader(rig: Rig) -> Request:
-    leader = rig.add([*range(6)], greedy(4))
+    rig.add([*range(6)], greedy(4))
     request = rig.add([*range(6)], greedy(4))
     rig.step()
-    assert request.leader is leader
     assert request.status is Status.WAITING
     return request
 
@@ -177,6 +176,7 @@ def test_an_interrupt_takes_the_step_back() -> None:
     results = rig.run()
     for request, token in ((old, 1), (new, 2)):
         assert results[request.request_id].outputs[0].token_ids == reference([token] * 6, 10, ignore_eos=True)
+        assert request.num_cached_tokens == 0, "what a request finds of its own again is no prefix hit"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -197,6 +197,20 @@ def test_logits_that_are_no_distribution_end_their_request_alone(value: float) -
     assert "not a distribution" in str(output.error)
     assert rig.run()[good.request_id].outputs[0].token_ids == reference([2] * 6, 5, ignore_eos=True)
     serves_on(rig)
+
+
+def test_owed_copies_are_made_before_the_step_writes() -> None:
+    """A block that a fork shares is copied before it is written."""
+    rig = Rig()
+    request = rig.add([1, 2, 3, 4, 5, 6], greedy(20, ignore_eos=True))
+    rig.step()
+    rig.manager.fork(request.number, 999)
+    shared = rig.manager.block_table(999)[-1]
+    rig.engine.step()
+    assert rig.manager.block_table(request.number)[1] != shared
+    rig.manager.release(999)
+    expected = reference([1, 2, 3, 4, 5, 6], 20, ignore_eos=True)
+    assert rig.run()[request.request_id].outputs[0].token_ids == expected
 
 
 def test_a_model_of_the_wrong_shape_is_refused() -> None:

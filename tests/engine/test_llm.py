@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import leafkv
-from leafkv import LLM, InvalidInputError, SamplingParams
+from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
 
 from .rig import greedy, make_llm
 from .toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
@@ -260,6 +260,21 @@ def test_a_stream_never_started_is_no_request(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
+def test_an_answer_that_cannot_come_is_not_awaited(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], greedy(5, ignore_eos=True))
+    llm.engine.abort_request(next(stream).request_id)
+    llm.engine.step()  # somebody else took the report
+    with pytest.raises(InvariantError, match="awaited"):
+        next(stream)
+    assert drained(llm)
+
+
+def test_an_abort_reaches_the_stream(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], greedy(5, ignore_eos=True))
+    llm.engine.abort_request(next(stream).request_id)
+    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
+
+
 def test_a_stream_dropped_within_a_step_is_aborted() -> None:
     """The garbage collector may run anywhere."""
     model = ToyModel()
@@ -423,6 +438,28 @@ def test_text_options(llm: LLM) -> None:
     assert hidden.text == shown.text.replace("H", "")
     assert off.text == ""
     assert off.token_ids == shown.token_ids
+
+
+def test_held_back_text_comes_with_the_end() -> None:
+    class InPairs(ToyTokenizer):
+        """Two tokens make a character, as it were."""
+
+        def decode_stream(self, skip_special_tokens: bool = True) -> Any:
+            decode, held = self.decode, list[int]()
+
+            class Stream:
+                def step(self, token: int) -> str | None:
+                    held.append(token)
+                    if len(held) % 2:
+                        return None
+                    return decode(held[-2:], skip_special_tokens)
+
+            return Stream()
+
+    llm = make_llm(tokenizer=InPairs())
+    texts = [o.outputs[0].text for o in llm.stream([1, 2], greedy(5, ignore_eos=True, skip_special_tokens=False))]
+    assert [len(text) for text in texts] == [0, 2, 2, 4, 5]
+    assert texts[-1] == ToyTokenizer().decode(reference([1, 2], 5, ignore_eos=True), skip_special_tokens=False)
 
 
 def test_the_cache_is_sized_from_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
 from leafkv.engine.sampling_params import SamplingParams
-from leafkv.errors import InvalidInputError
+from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class LLM:
 
         Raises:
             InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
+            Exception: what the model raised, if it did; the other requests of the call are then ended.
         """
         each_prompt = as_prompts(prompts)
         each_params = _each(sampling_params, len(each_prompt))
@@ -213,15 +214,20 @@ class LLM:
         while not inbox:
             with self._lock, interrupts_deferred():
                 if not inbox:  # another thread's step may have filled it
-                    for output in self.engine.step():
-                        recipient = self._inboxes.get(output.request_id)
-                        if recipient is not None:  # it may have been dropped, even just now
-                            recipient.append(output)
+                    self._step()
             self._abort_dropped()
         output = inbox.popleft()
         if output.error is not None:
             raise output.error
         return output
+
+    def _step(self) -> None:
+        if not self.engine.has_unfinished_requests():
+            raise InvariantError("an answer is awaited, and no request is left that could give it")
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
 
     def _drop(self, requests: list[Request]) -> None:
         """End requests that have not ended, and forget them."""

@@ -51,9 +51,6 @@ class Request:
     num_reserved_tokens: int = 0
     """Tokens with slots: ahead of ``num_computed_tokens`` only within a step."""
     num_cached_tokens: int = 0
-    leader: Request | None = None
-    """While the leader runs, this request waits until it has computed ``leader_tokens`` tokens."""
-    leader_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -80,10 +77,3 @@ class Request:
     def text(self) -> str:
         """The text generated so far, in whole characters."""
         return self.detokenizer.text if self.detokenizer is not None else ""
-
-    def waits_for_leader(self) -> bool:
-        """Whether a running request is still computing a prefix of this one's tokens."""
-        leader = self.leader
-        return (
-            leader is not None and leader.status is Status.RUNNING and leader.num_computed_tokens < self.leader_tokens
-        )

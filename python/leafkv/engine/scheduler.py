@@ -5,10 +5,10 @@ spends a budget of tokens on them:
 
 1. Running requests, oldest first. When blocks run out, the newest running request is preempted: its blocks are
    released, and later it computes again what the prefix cache has lost. So the oldest always progresses.
-2. Waiting requests, in order of arrival, if nobody was preempted. One is admitted if its known tokens fit beside
-   what the running ones lack for theirs: a prefill, once begun, is not thrown out by another prefill. One that
-   shares a prefix which a running request is computing right now waits for that one to commit it, holds
-   nothing, and lets others pass.
+2. With what is left of the budget, and if nobody was preempted, waiting requests in order of arrival. One is
+   admitted if there are blocks for all its known tokens, beyond those of the running ones: a prefill, once begun,
+   is not thrown out by another. One that shares a prefix which a running request is computing right now waits for
+   that one to commit it, holds nothing, and lets others pass.
 
 Invariants: ``running`` and ``waiting`` are in order of arrival; only running requests hold blocks; no work item
 is empty; :meth:`Scheduler.schedule` ends, since it preempts each request at most once, and is never empty-handed
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from leafkv._core import WaitFor
 from leafkv.engine.request import Request, Status
-from leafkv.errors import InvariantError, OutOfBlocksError
+from leafkv.errors import OutOfBlocksError
 
 if TYPE_CHECKING:
     from leafkv._core import KVManager
@@ -66,7 +66,6 @@ class Scheduler:
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
-        request.leader = None
 
     def preempt(self, request: Request) -> None:
         """Release a running request's blocks and let it wait again, before all that came after it."""
@@ -104,36 +103,30 @@ class Scheduler:
 
     def _admit(self, work: list[WorkItem], budget: int) -> None:
         """Start waiting requests while there are tokens, seats and blocks."""
-        if not self.waiting:
-            return
-        lacking = sum(map(self._blocks_lacking, self.running))
         for request in tuple(self.waiting):
             if budget == 0 or len(self.running) == self.max_num_seqs:
                 return
-            if request.waits_for_leader():
-                continue
             answer = self.manager.begin(request.number, request.tokens)
             if isinstance(answer, WaitFor):
-                request.leader = self._running(answer.leader)
-                request.leader_tokens = answer.tokens
+                # Budget is left, so the leader's whole prompt is in this step: asking again in the next one is soon
+                # enough, and not too early.
                 continue
-            # The prefix hit is held from here on, so its blocks are not among the allocatable ones.
             request.num_computed_tokens = request.num_reserved_tokens = answer.cached_tokens
             n = min(request.num_uncomputed_tokens, budget)
-            fits = lacking + self._blocks_lacking(request) <= self.manager.allocatable_blocks
+            # Nor do the running ones lack blocks: each has slots for all its known tokens. This one's prefix hit is
+            # held from `begin` on, and so not among the allocatable blocks.
+            fits = self._blocks_lacking(request) <= self.manager.allocatable_blocks
             if not fits or not self._grow(request, n):
                 self._release(request)
                 return
             self._start(request)
             work.append((request, n))
             budget -= n
-            lacking += self._blocks_lacking(request)
 
     def _start(self, request: Request) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=by_age)
         request.status = Status.RUNNING
-        request.leader = None
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
@@ -157,9 +150,3 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.manager.block_size)
-
-    def _running(self, number: int) -> Request:
-        for request in self.running:
-            if request.number == number:
-                return request
-        raise InvariantError(f"the KV manager names sequence {number} as a leader, which is not running")
