@@ -18,7 +18,7 @@ def run(*command: str | Path, stdin: str = "") -> subprocess.CompletedProcess[st
 
 
 def test_generate_writes_the_text_alone_to_stdout() -> None:
-    done = run(LEAFKV, "generate", "The capital of France is", "--max-tokens", "4")
+    done = run(LEAFKV, "generate", "The capital of France is", "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     assert done.stdout == " Paris.\n\nThe\n"
     assert "5 prompt tokens, 0 from the prefix cache" in done.stderr

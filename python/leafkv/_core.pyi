@@ -66,7 +66,7 @@ class Stats:
     def sequences(self) -> int: ...
     @property
     def query_tokens(self) -> int:
-        """Tokens of all prompts that `begin` admitted."""
+        """Tokens of all prompts that were begun and then given slots."""
     @property
     def hit_tokens(self) -> int:
         """Those of ``query_tokens`` that were found in the prefix cache."""

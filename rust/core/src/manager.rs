@@ -58,7 +58,7 @@ pub struct Stats {
     pub max_held_blocks: usize,
     /// Live sequences.
     pub sequences: usize,
-    /// Tokens of all admitted prompts.
+    /// Tokens of all prompts that were begun and then given slots.
     pub query_tokens: u64,
     /// Those of `query_tokens` that were found in the prefix cache.
     pub hit_tokens: u64,
@@ -176,9 +176,8 @@ impl KvManager {
             Vec::new()
         };
         let cached_tokens = table.len() * self.block_size;
-        self.query_tokens += tokens.len() as u64;
-        self.hit_tokens += cached_tokens as u64;
         let sequence = Sequence {
+            uncounted: Some((tokens.len(), cached_tokens)),
             namespace: self.prefix_caching.then(|| namespace.into()),
             prompt: tokens.len(),
             known: tokens,
@@ -211,6 +210,11 @@ impl KvManager {
             self.store.replace_by_copy(block, sequence.table[index]);
         }
         sequence.reserved = reserved;
+        // A begin that is taken back, because the rest does not fit now, was no query.
+        if let Some((prompt, hit)) = sequence.uncounted.take_if(|_| n > 0) {
+            self.query_tokens += prompt as u64;
+            self.hit_tokens += hit as u64;
+        }
         Ok(())
     }
 
@@ -272,6 +276,7 @@ impl KvManager {
         let table = parent.table[..committed.div_ceil(self.block_size)].to_vec();
         self.store.share(&table);
         let child_sequence = Sequence {
+            uncounted: None,
             namespace: parent.namespace.clone(),
             known: parent.known[..committed].to_vec(),
             prompt: parent.prompt.min(committed),

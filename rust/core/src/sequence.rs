@@ -13,6 +13,8 @@ pub(crate) struct Sequence {
     pub(crate) committed: usize,
     pub(crate) reserved: usize,
     pub(crate) table: Vec<BlockId>,
+    /// Tokens of its prompt and of its prefix hit, until the statistics have them.
+    pub(crate) uncounted: Option<(usize, usize)>,
 }
 
 impl Sequence {

@@ -110,6 +110,8 @@ struct Sequence {
     table: Vec<BlockId>,
     /// Tokens whose KV is in the slots: committed ones and then drafts.
     written: Vec<TokenId>,
+    /// Tokens of the prompt and of its hit, until slots are reserved for the first time.
+    query: Option<(usize, usize)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -397,8 +399,6 @@ impl World {
             model.touch(&table);
             *self.seen.entry("hit").or_default() += 1;
         }
-        model.query_tokens += tokens.len();
-        model.hit_tokens += hit;
         model.born += 1;
         let sequence = Sequence {
             namespace,
@@ -411,6 +411,7 @@ impl World {
             reserved: hit,
             table,
             written: tokens[..hit].to_vec(),
+            query: Some((tokens.len(), hit)),
         };
         model.sequences.insert(id, sequence);
         Ok(())
@@ -482,6 +483,12 @@ impl World {
         }
         let sequence = model.sequences.get_mut(&id).unwrap();
         (sequence.table, sequence.reserved) = (table, reserved);
+        if n > 0
+            && let Some((prompt, hit)) = sequence.query.take()
+        {
+            model.query_tokens += prompt;
+            model.hit_tokens += hit;
+        }
         model.drop_dead_copies(&mut self.seen);
         Ok(())
     }
@@ -642,6 +649,7 @@ impl World {
         }) {
             self.see("fork before the copy");
         }
+        sequence.query = None;
         self.model.sequences.insert(child, sequence);
         Ok(())
     }

@@ -84,7 +84,7 @@ impl Stats {
         self.0.sequences
     }
 
-    /// Tokens of all prompts that `begin` admitted.
+    /// Tokens of all prompts that were begun and then given slots.
     #[getter]
     fn query_tokens(&self) -> u64 {
         self.0.query_tokens
