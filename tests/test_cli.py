@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,24 @@ def test_a_turn_that_does_not_fit_leaves_the_chat_going() -> None:
     assert done.returncode == 0, done.stderr
     assert "leafkv: " in done.stderr
     assert "Paris" in done.stdout
+
+
+def test_input_that_is_no_text_and_output_that_the_terminal_does_not_know() -> None:
+    """Both in the strictest environment: no traceback, and a chat goes on."""
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run([str(LEAFKV), "generate", "-"], input=b"caf\xe9", env=env, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"leafkv: prompt: not valid Unicode text" in b" ".join(done.stderr.split())
+    chat = [str(LEAFKV), "chat", "-t", "0", "-n", "1"]
+    done = subprocess.run(chat, input=b"caf\xe9\nHello\n", env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b" prompt tokens, " in done.stderr
+
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    text = ["generate", "\u65e5\u672c\u8a9e \u65e5\u672c\u8a9e \u65e5\u672c", "-n", "4"]
+    done = subprocess.run([str(LEAFKV), *text], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ def test_copy_blocks() -> None:
             copy_blocks(cache, np.array(pairs, np.int32))
     one = np.array([[0, 1]], np.int32)
     overlapping = np.lib.stride_tricks.as_strided(cache, (3, 6), (4, 2))
-    for bad in (cache[:, :, :2], overlapping, read_only(cache), np.array(1)):
+    objects = np.full((2, 1), None, object)  # bytes alone would leave their reference counts wrong
+    for bad in (cache[:, :, :2], overlapping, read_only(cache), objects, np.array(1)):
         with pytest.raises(InvalidInputError, match=r"^cache: "):
             copy_blocks(bad, one)
     np.testing.assert_array_equal(cache, before[[1, 0, 2, 3, 1]])
@@ -300,6 +301,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("out", {}, {"out": np.empty((4, 4, 16), np.float64)}),
     ("out", {}, {"out": read_only(np.empty((4, 4, 16), np.float32))}),
     ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (0, 64, 4))}),
+    ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (64, 64, 4))}),
+    ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (4, 16, 4))}),
     ("out", {}, {"out": BATCH.query}),
     ("out", {}, {"out": BATCH.keys[0].reshape(-1)[16:272].reshape(4, 4, 16)}),
 ]
@@ -323,6 +326,23 @@ def test_options_that_do_not_exist_are_refused(option: str) -> None:
     unknown: dict[str, Any] = {option: None}
     with pytest.raises(TypeError, match=option):
         plan_of(BATCH).attend(BATCH.query, BATCH.keys, BATCH.values, **unknown)
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "num_threads"])
+@pytest.mark.parametrize("name", ["query", "key_cache", "block_tables"])
+def test_an_index_that_resizes_an_array_is_harmless(name: str, option: str) -> None:
+    batch = make([(40, 3), (20, 1)])
+    arrays = {"query": batch.query, "key_cache": batch.keys, "block_tables": batch.tables}
+    victim = arrays[name] = arrays[name].copy()
+
+    class Shrink:
+        def __index__(self) -> int:
+            victim.resize((0,), refcheck=False)
+            return 1
+
+    batch = batch._replace(query=arrays["query"], keys=arrays["key_cache"], tables=arrays["block_tables"])
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got 1 dimensions"):
+        batch.attend(**{option: Shrink()})
 
 
 def test_a_plan_refuses_other_shapes() -> None:

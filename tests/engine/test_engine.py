@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from leafkv import InvalidInputError, LeafKVError
 from leafkv.engine.request import Request, Status
 
 from .rig import Rig, greedy
-from .toy import EOS, ToyModel, reference
+from .toy import EOS, ToyModel, ToyTokenizer, reference
 
 
 def serves_on(rig: Rig) -> None:
@@ -129,6 +130,23 @@ def test_a_failing_step_ends_its_requests_alone() -> None:
         assert output.outputs[0].finish_reason == "error"
     assert rig.run()[later.request_id].outputs[0].token_ids == reference([3] * 6, 20, ignore_eos=True)
     serves_on(rig)
+
+
+def test_a_tokenizer_that_fails_at_the_end_is_reported() -> None:
+    class Failing(ToyTokenizer):
+        def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+            raise RuntimeError("the tokenizer broke")
+
+        def decode_stream(self, skip_special_tokens: bool = True) -> Any:
+            return SimpleNamespace(step=lambda token: None)  # holds all of it back
+
+    rig = Rig(tokenizer=Failing())
+    failed = rig.add([1, 2, 3], greedy(3, ignore_eos=True))
+    good = rig.add([1, 2, 3], greedy(3, ignore_eos=True, detokenize=False))
+    results = rig.run()
+    assert results[failed.request_id].outputs[0].finish_reason == "error"
+    assert "the tokenizer broke" in str(results[failed.request_id].error)
+    assert results[good.request_id].outputs[0].token_ids == reference([1, 2, 3], 3, ignore_eos=True)
 
 
 def test_what_a_failing_step_wrote_is_never_found() -> None:

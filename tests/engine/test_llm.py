@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,9 @@ from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
 
 from .rig import greedy, make_llm
 from .toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 @pytest.fixture
@@ -66,6 +72,12 @@ def test_chat(llm: LLM) -> None:
     assert list(llm.stream(conversation, greedy(3)))[-1].prompt == "BEHIZ"
 
 
+@pytest.mark.parametrize("messages", [None, 5, "A", [None], [[]], {"role": "user", "content": "A"}])
+def test_bad_chats_fail_at_the_call(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^messages: "):
+        llm.chat(messages)
+
+
 def test_the_same_twice(llm: LLM) -> None:
     """B63, B78: no state is kept from the first call."""
     prompts = [[i, 1, 2, 3, 4] for i in range(5)]
@@ -107,6 +119,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([{"role": "user", "content": "A"}, {"content": "B"}], "role"),
     ([[1, 2], ""], "empty"),
     ([0] * 245, "257 .* 256|256"),
+    (np.array(5), "5"),
 ]
 
 
@@ -127,7 +140,7 @@ def test_bad_prompts_fail_at_the_call_and_the_engine_serves_on(llm: LLM, prompt:
 
 
 BAD_PARAMS: list[tuple[str, Any]] = [
-    *[("temperature", value) for value in (NAN, -0.1, float("inf"), "1", None, True, [1.0])],
+    *[("temperature", value) for value in (NAN, Fraction(10**400), -0.1, float("inf"), "1", None, True, [1.0])],
     *[("top_p", value) for value in (NAN, 0.0, -0.1, 1.1, "1", None, True)],
     *[("min_p", value) for value in (NAN, -0.1, 1.1, "0", None, False)],
     *[("top_k", value) for value in (-2, 1.0, NAN, "1", None, True)],
@@ -150,6 +163,13 @@ def test_good_sampling_params() -> None:
         temperature=np.float32(0.5), top_k=np.int64(3), seed=2**64 - 1, max_tokens=None, stop_token_ids={3}
     )
     assert not params.greedy
+    assert SamplingParams(stop_token_ids=np.array([3, 4])).stop_token_ids == (3, 4)
+    # One that numpy cannot compute with would fail the whole step.
+    numbers: Any = {"temperature": Fraction(1, 2), "top_p": Fraction(1, 2), "min_p": Fraction(1, 4)}
+    mine = SamplingParams(**numbers, max_tokens=4, seed=1)
+    same = SamplingParams(temperature=0.5, top_p=0.5, min_p=0.25, max_tokens=4, seed=1)
+    results = make_llm().generate([[1, 2, 3]] * 2, [mine, same])
+    assert results[0].outputs[0] == results[1].outputs[0]
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams() == SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=16)
     with pytest.raises(TypeError, match="presence_penalty"):
@@ -174,6 +194,8 @@ def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
         {"max_model_len": 0},
         {"max_model_len": 5000},
         {"num_threads": 0},
+        {"num_threads": 1025},
+        {"enable_prefix_caching": 1},
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
     ],
@@ -181,6 +203,13 @@ def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
         make_llm(**options)
+
+
+def test_absurd_limits_cost_nothing_and_numpy_sizes_do_not_wrap() -> None:
+    llm = make_llm(
+        num_blocks=np.uint8(200), block_size=np.uint8(16), max_num_batched_tokens=10**30, max_num_seqs=10**30
+    )
+    assert llm.generate([5] * 300, greedy(4))[0].outputs[0].token_ids == reference([5] * 300, 4)
 
 
 def test_limits_give_their_figures() -> None:
@@ -265,6 +294,27 @@ def test_a_stream_dropped_within_a_step_is_aborted() -> None:
     assert drained(llm)
 
 
+def test_a_stream_dropped_while_results_are_handed_out_stops_nobody() -> None:
+    llm = make_llm()
+    streams: Any = (llm.stream([i] * 4, greedy(3, ignore_eos=True)) for i in (1, 2))
+    dropped, kept = streams
+    next(dropped)
+
+    class Inboxes(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            dropped.close()
+            return found
+
+        def get(self, key: str, default: Any = None) -> Any:
+            dropped.close()
+            return super().get(key, default)
+
+    llm._inboxes = Inboxes(llm._inboxes)
+    assert list(kept)[-1].outputs[0].token_ids == reference([2] * 4, 3, ignore_eos=True)
+    assert drained(llm)
+
+
 def test_streams_and_calls_share_the_steps(llm: LLM) -> None:
     streams = {i: llm.stream([i] * 5, greedy(10, ignore_eos=True)) for i in range(4)}
     last: dict[int, list[int]] = {}
@@ -314,6 +364,43 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
     assert llm.stats().running + llm.stats().waiting == 1
     assert list(stream)[-1].outputs[0].token_ids == reference([1] * 4, 9, ignore_eos=True)
     assert drained(llm)
+
+
+def interrupted(llm: LLM, prompts: list[list[int]], line: int) -> bool:
+    """Generate, with a Ctrl-C at the ``line``-th line that the engine runs; False if there are not so many."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if "/leafkv/engine/" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == line:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            llm.generate(prompts, greedy(8))
+    finally:
+        sys.settrace(None)
+    return lines >= line
+
+
+def test_an_interrupt_anywhere_leaves_the_engine_serving() -> None:
+    """With admissions, leaders, chunks and preemptions on the way."""
+    prompts = [[*range(10)], [*range(8), 20], [*range(30, 41)]]
+    expected = [reference(prompt, 8) for prompt in prompts]
+    for line in itertools.count(1, 19):
+        llm = make_llm(num_blocks=7, max_num_batched_tokens=9)
+        if not interrupted(llm, prompts, line):
+            break
+        llm.manager.check_invariants()
+        assert llm.manager.stats().held_blocks == 0, f"line {line}"
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(8))] == expected, f"line {line}"
+        assert drained(llm)
+    assert line > 1000
 
 
 def test_threads_share_one_engine(llm: LLM) -> None:

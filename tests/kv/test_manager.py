@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,6 +221,21 @@ def test_bad_token_ids_are_refused_by_name_and_position(tokens: Any, problem: st
         with pytest.raises(InvalidInputError, match=f"^new_tokens: .*{problem}"):
             manager.commit(0, 2, tokens)
     assert manager.num_committed(0) == 0
+
+
+def test_the_length_that_a_sequence_claims_costs_nothing() -> None:
+    class Boaster(Sequence[int]):
+        def __len__(self) -> int:
+            return 2**62
+
+        def __getitem__(self, index: Any) -> Any:
+            return [3, 4][index]
+
+    manager = KVManager(16, 2)
+    begin(manager, 0, Boaster())
+    manager.grow(0, 2)
+    manager.commit(0, 2)
+    assert manager.lookup([3, 4, 5]) == 2
 
 
 @pytest.mark.parametrize("bad", [-1, 2**64, 1.0, True, "1", None])

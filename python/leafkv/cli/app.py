@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,7 +59,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read() if sys.stdin else ""  # None: closed
     llm = _open(model, threads, num_blocks, kv_cache_dtype)
     result, timings = stream_text(llm, prompt, params)
     _summarize(result, timings)
@@ -95,7 +96,7 @@ def chat(
             notes.print("\n(stopped)", style="dim")
             continue
         except LeafKVError as error:  # this turn does not fit, say: the chat goes on
-            notes.print(f"leafkv: {error}", style="red")
+            notes.print(f"leafkv: {error}", style="red", markup=False)
             continue
         messages = [*turn, {"role": "assistant", "content": result.outputs[0].text}]
         _summarize(result, timings)
@@ -103,6 +104,10 @@ def chat(
 
 def run() -> None:
     """Run the command line; LeafKV's own errors end it with their message, not with a traceback."""
+    # Bytes that are no text are refused with the prompt; characters that the terminal does not know become "?".
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         app()
     except LeafKVError as error:

@@ -36,7 +36,9 @@ class BatchBuilder:
         self._manager = manager
         self._config = config
         self._num_threads = num_threads
-        max_seqs = min(max_seqs, max_tokens)  # every sequence of a step has at least one token
+        # Every token of a step has a slot of its own, every sequence at least one of the tokens.
+        max_tokens = min(max_tokens, manager.num_blocks * manager.block_size)
+        max_seqs = min(max_seqs, max_tokens, manager.num_blocks)
         max_blocks = -(-max_model_len // manager.block_size)
         self._token_ids = np.empty(max_tokens, np.int32)
         self._slots = np.empty(max_tokens, np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
+from math import inf, isfinite, nan
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +21,10 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 def check_number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:
     """``value`` as a finite float for which ``holds``; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value) or not holds(float(value)):
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else nan
+    except OverflowError:
+        number = inf
+    if not isfinite(number) or not holds(number):
         raise InvalidInputError(f"{name}: expected {expected}, got {value!r}")
-    return float(value)
+    return number

@@ -210,6 +210,9 @@ class Engine:
         del self._requests[request.request_id]
         request.finish_reason = reason
         request.metrics.finished_time = time.monotonic()
-        if request.detokenizer is not None:
-            request.detokenizer.flush()
+        try:
+            if request.detokenizer is not None:
+                request.detokenizer.flush()
+        except Exception as flush_error:  # the request has ended all the same, and somebody waits to hear of it
+            request.finish_reason, error = "error", error or flush_error
         self._outputs.append(RequestOutput.of(request, error))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from leafkv import log
 from leafkv.engine.checks import check_integer
 from leafkv.engine.engine import Engine, EngineStats
+from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from leafkv.engine.request import Request
     from leafkv.models import LoadedModel
     from leafkv.models.tokenizer import Tokenizer
+
+MAX_THREADS = 1024
+"""As many as attention takes."""
 
 
 class LLM:
@@ -61,16 +65,17 @@ class LLM:
         kv_cache_dtype: str = "auto",
         num_threads: int | None = None,
     ) -> None:
-        check_integer("block_size", block_size, 1)
-        check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-        check_integer("max_num_seqs", max_num_seqs, 1)
-        for name, limit in (
-            ("num_blocks", num_blocks),
-            ("max_model_len", max_model_len),
-            ("num_threads", num_threads),
-        ):
-            if limit is not None:
-                check_integer(name, limit, 1)
+        block_size = check_integer("block_size", block_size, 1)
+        max_num_batched_tokens = check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        max_num_seqs = check_integer("max_num_seqs", max_num_seqs, 1)
+        if num_blocks is not None:
+            num_blocks = check_integer("num_blocks", num_blocks, 1)
+        if max_model_len is not None:
+            max_model_len = check_integer("max_model_len", max_model_len, 1)
+        if num_threads is not None:
+            num_threads = check_integer("num_threads", num_threads, 1, MAX_THREADS)
+        if not isinstance(enable_prefix_caching, bool):
+            raise InvalidInputError(f"enable_prefix_caching: expected True or False, got {enable_prefix_caching!r}")
         if dtype not in ("auto", "float32"):
             raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
         if kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -146,8 +151,7 @@ class LLM:
                     finished[output.request_id] = output
                     advance()
         finally:
-            for request in requests:
-                self._drop(request)
+            self._drop(requests)
         return [finished[request.request_id] for request in requests]
 
     def chat(
@@ -158,6 +162,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of messages with "role" and "content"."""
+        if not isinstance(messages, Sequence):
+            raise InvalidInputError(f"messages: expected messages or lists of messages, got {messages!r}")
         conversations: list[Any] = [messages] if is_chat(messages) else list(messages)
         for conversation in conversations:
             if not is_chat(conversation):
@@ -177,7 +183,9 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters since the start. Those of the blocks are in ``manager.stats()``."""
         with self._lock:
-            return self.engine.stats()
+            stats = self.engine.stats()
+        self._abort_dropped()
+        return stats
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
@@ -193,10 +201,10 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            self._drop(request)
+            self._drop([request])
 
     def _add(self, request: Request, inbox: deque[RequestOutput]) -> None:
-        with self._lock:
+        with self._lock, interrupts_deferred():
             self.engine.add_request(request)
             self._inboxes[request.request_id] = inbox
         self._abort_dropped()
@@ -204,7 +212,7 @@ class LLM:
     def _next(self, inbox: deque[RequestOutput]) -> RequestOutput:
         """The next output for an inbox, after as many steps as it takes; they serve all requests alike."""
         while not inbox:
-            with self._lock:
+            with self._lock, interrupts_deferred():
                 if not inbox:  # another thread's step may have filled it
                     self._step()
             self._abort_dropped()
@@ -221,21 +229,26 @@ class LLM:
             if inbox is not None:
                 inbox.append(output)
 
-    def _drop(self, request: Request) -> None:
-        """End a request if it has not ended, and forget it."""
-        if self._inboxes.pop(request.request_id, None) is not None:
-            self._dropped.append(request.request_id)
+    def _drop(self, requests: list[Request]) -> None:
+        """End requests that have not ended, and forget them."""
+        with interrupts_deferred():
+            for request in requests:
+                if self._inboxes.pop(request.request_id, None) is not None:
+                    self._dropped.append(request.request_id)
             self._abort_dropped()
 
     def _abort_dropped(self) -> None:
         # An iterator may be dropped by the garbage collector, anywhere, even within a step: so the lock is never
         # waited for. Whoever holds it calls this after letting go of it, so nothing is left lying.
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                while self._dropped:
-                    self.engine.abort_request(self._dropped.popleft())
-            finally:
-                self._lock.release()
+        while self._dropped:
+            with interrupts_deferred():
+                if not self._lock.acquire(blocking=False):
+                    return
+                try:
+                    while self._dropped:
+                        self.engine.abort_request(self._dropped.popleft())
+                finally:
+                    self._lock.release()
 
 
 def _load(model: str | Path | LoadedModel | None) -> LoadedModel:

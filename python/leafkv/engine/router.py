@@ -65,7 +65,7 @@ class Router:
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=self._max_tokens(len(token_ids), params),
-            seed=secrets.randbits(64) if params.seed is None else int(params.seed),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             detokenizer=detokenizer,
             stream=stream,
@@ -139,7 +139,7 @@ class Router:
                     f"{prompt_tokens + wanted}, but {name} holds {limit}"
                 )
         room = min(self.max_model_len, self.max_pool_tokens) - prompt_tokens
-        return room if params.max_tokens is None else int(params.max_tokens)
+        return room if params.max_tokens is None else params.max_tokens
 
 
 def is_token_id(value: Any) -> bool:
@@ -157,7 +157,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        prompts = [prompts] if prompts.ndim == 1 else prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise InvalidInputError(f"prompts: expected a prompt or a list of prompts, got {_shown(prompts)}")
     if is_chat(prompts) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))):

@@ -46,25 +46,30 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if check_integer("n", self.n, 1) != 1:
+        # Of numpy's numbers, fractions and the like only the value is kept; of a list, which may change, a copy.
+        values: dict[str, object] = {
+            "n": check_integer("n", self.n, 1),
+            "temperature": check_number("temperature", self.temperature, "a finite number >= 0", lambda x: x >= 0),
+            "top_p": check_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1),
+            "min_p": check_number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1),
+            "top_k": check_integer("top_k", self.top_k, -1),
+        }
+        if self.n != 1:
             raise InvalidInputError(f"n: only 1 answer per prompt is supported for now, got {self.n}")
-        check_number("temperature", self.temperature, "a finite number >= 0", lambda x: x >= 0)
-        check_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        check_number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        check_integer("top_k", self.top_k, -1)
         if self.seed is not None:
-            check_integer("seed", self.seed, 0, 2**64 - 1)
+            values["seed"] = check_integer("seed", self.seed, 0, 2**64 - 1)
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1)
+            values["max_tokens"] = check_integer("max_tokens", self.max_tokens, 1)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         stops = self.stop_token_ids
         if stops is not None and (isinstance(stops, (str, bytes)) or not isinstance(stops, Collection)):
             raise InvalidInputError(f"stop_token_ids: expected token ids, got {stops!r}")
-        # A copy: the caller's list may change.
-        frozen = tuple(check_integer("stop_token_ids", token, 0) for token in stops or ())
-        object.__setattr__(self, "stop_token_ids", frozen)
+        stops = () if stops is None else stops
+        values["stop_token_ids"] = tuple(check_integer("stop_token_ids", token, 0) for token in stops)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

@@ -33,6 +33,7 @@ impl AttentionPlan {
         num_blocks: &Bound<'_, PyAny>,
         num_threads: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        let num_threads = optional("num_threads", num_threads)?;
         let shape = PlanShape {
             num_heads: positive("num_heads", num_heads)?,
             num_kv_heads: positive("num_kv_heads", num_kv_heads)?,
@@ -56,7 +57,8 @@ impl AttentionPlan {
         sliding_window: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let options = options(scale, causal, sliding_window, self.0.shape().head_dim)?;
+        let window = optional("sliding_window", sliding_window)?;
+        let options = options(scale, causal, window, self.0.shape().head_dim);
         let query = Strided::new("query", query)?;
         let caches = [
             Strided::new("key_cache", key_cache)?,
@@ -83,6 +85,9 @@ pub(crate) fn paged_attention<'py>(
     out: Option<Bound<'py, PyAny>>,
     num_threads: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    // Numbers first: an `__index__` is Python code, which may resize an array that was looked at before.
+    let window = optional("sliding_window", sliding_window)?;
+    let num_threads = optional("num_threads", num_threads)?;
     let query = Strided::new("query", query)?;
     let caches = [
         Strided::new("key_cache", key_cache)?,
@@ -100,7 +105,7 @@ pub(crate) fn paged_attention<'py>(
         block_size: spec.block_size,
         num_blocks: spec.num_blocks,
     };
-    let options = options(scale, causal, sliding_window, head_dim)?;
+    let options = options(scale, causal, window, head_dim);
     let plan = plan(block_tables, query_starts, kv_lens, shape, num_threads)?;
     run(key_cache.py(), &plan, &query, &caches, &options, out)
 }
@@ -147,7 +152,7 @@ fn plan(
     query_starts: &Bound<'_, PyAny>,
     kv_lens: &Bound<'_, PyAny>,
     shape: PlanShape,
-    num_threads: Option<&Bound<'_, PyAny>>,
+    num_threads: Option<usize>,
 ) -> PyResult<Plan> {
     let tables = Strided::new("block_tables", block_tables)?;
     let id = tables.int32_matrix()?;
@@ -161,25 +166,20 @@ fn plan(
         );
         return Err(invalid("block_tables", problem));
     }
-    let threads = num_threads
-        .map(|n| positive("num_threads", n))
-        .transpose()?;
-    Plan::new(shape, tables.shape()[1], id, &starts, &lens, threads).map_err(to_py)
+    Plan::new(shape, tables.shape()[1], id, &starts, &lens, num_threads).map_err(to_py)
 }
 
 fn options(
     scale: Option<f64>,
     causal: bool,
-    sliding_window: Option<&Bound<'_, PyAny>>,
+    sliding_window: Option<usize>,
     head_dim: usize,
-) -> PyResult<Options> {
-    Ok(Options {
+) -> Options {
+    Options {
         scale: scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt()) as f32,
         causal,
-        sliding_window: sliding_window
-            .map(|n| positive("sliding_window", n))
-            .transpose()?,
-    })
+        sliding_window,
+    }
 }
 
 fn run<'py>(
@@ -216,4 +216,9 @@ fn positive(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize>
     number
         .filter(|&n| n > 0)
         .ok_or_else(|| invalid(argument, problem()))
+}
+
+/// A size that may be left out.
+fn optional(argument: &'static str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<usize>> {
+    value.map(|n| positive(argument, n)).transpose()
 }

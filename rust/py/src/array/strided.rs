@@ -57,6 +57,8 @@ pub(crate) struct Strided<'a> {
     shape: [usize; MAX_RANK],
     strides: [isize; MAX_RANK],
     writable: bool,
+    /// Whether its items are Python objects, or point to some.
+    has_object: bool,
     array: PhantomData<&'a PyUntypedArray>,
 }
 
@@ -93,6 +95,7 @@ impl<'a> Strided<'a> {
             shape,
             strides,
             writable: flags & npyffi::NPY_ARRAY_WRITEABLE != 0,
+            has_object: dtype.has_object(),
             array: PhantomData,
         })
     }
@@ -213,10 +216,12 @@ impl<'a> Strided<'a> {
         self.expect(&[Element::F32], "float32", 3)?;
         self.expect_contiguous(2)?;
         self.expect_writable()?;
-        for (i, &n) in self.shape[..2].iter().enumerate() {
-            if !self.is_empty() && n > 1 && self.strides[i] == 0 {
-                return Err(self.wrong("a dimension of stride 0 puts rows onto each other"));
-            }
+        if self.rows_overlap() {
+            return Err(self.wrong(&format!(
+                "strides {:?} of shape {:?} put rows onto each other",
+                &self.strides[..3],
+                self.shape()
+            )));
         }
         for other in read {
             self.expect_apart(other)?;
@@ -228,10 +233,28 @@ impl<'a> Strided<'a> {
         })
     }
 
+    /// Whether rows of `[tokens, heads, head_dim]` may share memory. Two steps, the larger one clear of the smaller
+    /// one's reach: so numpy lays out every array that was not made by hand.
+    fn rows_overlap(&self) -> bool {
+        let mut steps = [0, 1].map(|i| (self.strides[i].unsigned_abs(), self.shape[i]));
+        steps.sort_unstable();
+        let mut reach = self.shape[2] * self.item_size;
+        for (stride, n) in steps {
+            if n > 1 && stride < reach {
+                return !self.is_empty();
+            }
+            reach += n.saturating_sub(1) * stride;
+        }
+        false
+    }
+
     /// An array of contiguous blocks to copy.
     pub(crate) fn blocks(&self) -> PyResult<Blocks> {
         if self.rank == 0 {
             return Err(self.wrong("got a scalar, expected an array of blocks"));
+        }
+        if self.has_object {
+            return Err(self.wrong("its items are Python objects, which are more than bytes"));
         }
         self.expect_writable()?;
         self.expect_contiguous(1)?;

@@ -39,7 +39,8 @@ pub(crate) fn token_ids(
         || value.is_instance_of::<PyBytes>()
         || value.is_instance_of::<PyByteArray>();
     match value.cast::<PySequence>() {
-        Ok(sequence) if !is_text => from_items(argument, sequence.len()?, sequence.try_iter()?),
+        // What a sequence says of its length is no reason to ask for memory.
+        Ok(sequence) if !is_text => from_items(argument, 0, sequence.try_iter()?),
         _ => Err(invalid(
             argument,
             format!(
