@@ -344,6 +344,16 @@ impl<'a> Vectors<'a> {
         [self.tokens, self.heads, self.head_dim]
     }
 
+    /// One element. For the oracle and tests.
+    ///
+    /// # Panics
+    /// An index is out of bounds.
+    pub fn element(&self, token: usize, head: usize, dim: usize) -> f32 {
+        assert!(token < self.tokens && head < self.heads && dim < self.head_dim);
+        // SAFETY: the indices were checked.
+        unsafe { self.row(token, head).add(dim).read_unaligned() }
+    }
+
     /// # Safety
     /// `token` and `head` are in bounds.
     #[inline(always)]
