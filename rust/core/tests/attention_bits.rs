@@ -174,39 +174,47 @@ proptest! {
     }
 }
 
-/// Enough work for every thread to take part, with a prefix that all share, in one batch.
+/// Enough work for every thread to take part, and a prefix that all share, which the first barely outlives.
 #[test]
-fn the_number_of_threads_changes_nothing() {
+fn threads_and_layouts_change_nothing() {
     let heads = Heads {
         query: 12,
         kv: 4,
         dim: 64,
     };
     let sequences: Vec<_> = (0..12)
-        .map(|id| Sequence {
-            text: Text {
-                id,
-                prefix: 0,
-                shared: 768,
-            },
-            kv_len: 800 + 90 * id,
-            rows: if id % 5 == 4 { 200 } else { 1 + id % 3 },
-            blocks: (0..48)
-                .chain(48 + 100 * id as i32..)
-                .take((800 + 90 * id).div_ceil(16))
-                .collect(),
+        .map(|id| {
+            let kv_len = 770 + 90 * id;
+            Sequence {
+                text: Text {
+                    id,
+                    prefix: 0,
+                    shared: 768,
+                },
+                kv_len,
+                rows: if id % 5 == 4 { 200 } else { 1 + id % 2 },
+                blocks: (0..48)
+                    .chain(48 + 100 * id as i32..)
+                    .take(kv_len.div_ceil(16))
+                    .collect(),
+            }
         })
         .collect();
     for dtype in DTYPES {
-        let mut cache = Cache::new(dtype, Order::Tiled, 1300, 16, heads);
-        sequences.iter().for_each(|s| cache.fill(s));
+        let caches = [Order::Tiled, Order::HeadMajor].map(|order| {
+            let mut cache = Cache::new(dtype, order, 1300, 16, heads);
+            sequences.iter().for_each(|s| cache.fill(s));
+            cache
+        });
         for isa in Isa::available() {
-            let want = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
-            for threads in [2, 3, 8] {
-                let out = run(isa, &sequences, &cache, heads, threads, &CAUSAL);
+            let want = run(isa, &sequences, &caches[0], heads, 1, &CAUSAL);
+            for (layout, threads) in [(0, 2), (0, 3), (0, 8), (1, 1), (1, 3)] {
+                let out = run(isa, &sequences, &caches[layout], heads, threads, &CAUSAL);
+                let same = bits(&out) == bits(&want);
                 assert!(
-                    bits(&out) == bits(&want),
-                    "{isa} {dtype:?}, {threads} threads"
+                    same,
+                    "{isa} {dtype:?}, {threads} threads, {:?}",
+                    LAYOUTS[1 - layout]
                 );
             }
         }

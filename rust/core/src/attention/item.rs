@@ -162,7 +162,7 @@ fn run_item<S: Simd, F: Format>(
     let sees = union(w.rows.iter().map(|row| &row.sees));
     let source = Source::<F>::new(call, item, head, sees, &mut w.keys, &mut w.values);
     for p in item.partitions.clone() {
-        let tiles = source.tiles(p);
+        let tiles = source.tiles(s, p);
         if p == item.partitions.start {
             source.prefetch_first(s, &tiles);
         }

@@ -1,56 +1,136 @@
 //! Making tiles of what is not tiled: rows are transposed (K) or paired (V) into the tile that the kernel reads, and
 //! rows of V are padded to whole vectors. The values do not change, so neither do any bits of the result.
 
-use super::format::Format;
-use super::layout::TILE;
+use std::marker::PhantomData;
 
-/// K rows to a K tile, `[steps][16]` lanes of `F::LANE` bytes. Lanes without a row keep what they had.
-///
-/// # Safety
-/// Each row has `head_dim` elements; `tile` has room for its steps.
-pub(super) unsafe fn key_tile<F: Format>(rows: &[*const u8], head_dim: usize, tile: *mut u8) {
-    let whole = head_dim / F::STEP;
-    for (i, &row) in rows.iter().enumerate() {
-        // SAFETY: `i < TILE`, and steps stay inside the row and the tile.
+use crate::simd::{Kernel, MAX_LANES, Simd};
+
+use super::format::Format;
+use super::layout::{Side, TILE};
+
+/// Rows to a tile. Where a tile has fewer than 16 tokens, the rows beyond repeat one: nobody sees them.
+pub(super) struct PackTile<'a, F> {
+    side: Side,
+    rows: &'a [*const u8; TILE],
+    head_dim: usize,
+    /// Elements of a row of the V tile.
+    width: usize,
+    tile: *mut u8,
+    format: PhantomData<F>,
+}
+
+impl<'a, F: Format> PackTile<'a, F> {
+    /// # Safety
+    /// Each row has `head_dim` elements. `tile` has room for 16 rows, of K rounded up to whole steps, of V to `width`.
+    pub(super) unsafe fn new(
+        side: Side,
+        rows: &'a [*const u8; TILE],
+        head_dim: usize,
+        width: usize,
+        tile: *mut u8,
+    ) -> Self {
+        Self {
+            side,
+            rows,
+            head_dim,
+            width,
+            tile,
+            format: PhantomData,
+        }
+    }
+
+    /// K: `[steps][16]` lanes of `F::LANE` bytes.
+    #[inline(always)]
+    unsafe fn keys<S: Simd>(&self, s: S) {
+        let whole = self.head_dim / F::STEP;
+        let lane = |step: usize, i: usize| self.tile.wrapping_add((step * TILE + i) * F::LANE);
+        let mut step = 0;
+        // SAFETY: steps stay inside the rows, and `lane` inside the tile.
         unsafe {
-            for step in 0..whole {
-                copy_lane(
-                    row.add(step * F::LANE),
-                    tile.add((step * TILE + i) * F::LANE),
-                    F::LANE,
-                );
+            while F::LANE == size_of::<f32>() && step + S::LANES <= whole {
+                for first in (0..TILE).step_by(S::LANES) {
+                    self.transpose(s, step, first, |j| lane(step + j, first).cast());
+                }
+                step += S::LANES;
             }
-            if !head_dim.is_multiple_of(F::STEP) {
-                // The odd dimension's partner does not exist: zero, as in the query.
-                let last = tile.add((whole * TILE + i) * F::LANE);
-                copy_lane(row.add(whole * F::LANE), last, F::LANE / 2);
-                last.add(F::LANE / 2).write_bytes(0, F::LANE / 2);
+            for (i, row) in self.rows.iter().enumerate() {
+                for step in step..whole {
+                    copy_lane(row.add(step * F::LANE), lane(step, i), F::LANE);
+                }
+                if !self.head_dim.is_multiple_of(F::STEP) {
+                    // The odd dimension's partner does not exist: zero, as in the query.
+                    let last = lane(whole, i);
+                    copy_lane(row.add(whole * F::LANE), last, F::LANE / 2);
+                    last.add(F::LANE / 2).write_bytes(0, F::LANE / 2);
+                }
+            }
+        }
+    }
+
+    /// `LANES` words of `LANES` rows from `first` on: word `step + j` of all of them goes to `to(j)`.
+    #[inline(always)]
+    unsafe fn transpose<S: Simd>(
+        &self,
+        s: S,
+        step: usize,
+        first: usize,
+        to: impl Fn(usize) -> *mut f32,
+    ) {
+        let mut v = [s.splat(0.0); MAX_LANES];
+        for (v, row) in v.iter_mut().zip(&self.rows[first..first + S::LANES]) {
+            // SAFETY: the words are inside the rows.
+            *v = unsafe { s.load(row.add(step * F::LANE).cast()) };
+        }
+        // Each round of zips of the two halves turns the index (row, word) by one bit.
+        for _ in 0..S::LANES.ilog2() {
+            let halves = v;
+            for i in 0..S::LANES / 2 {
+                (v[2 * i], v[2 * i + 1]) = s.zip(halves[i], halves[i + S::LANES / 2]);
+            }
+        }
+        for (j, &v) in v[..S::LANES].iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { s.store(to(j), v) };
+        }
+    }
+
+    /// V: `[16 / STEP][width][STEP]`.
+    #[inline(always)]
+    unsafe fn values<S: Simd>(&self, s: S) {
+        let size = F::LANE / F::STEP;
+        for step in 0..TILE / F::STEP {
+            // SAFETY: elements stay inside the rows and the tile.
+            unsafe {
+                let to = self.tile.add(step * self.width * F::LANE);
+                if F::STEP == 1 {
+                    to.copy_from_nonoverlapping(self.rows[step], self.head_dim * size);
+                    continue;
+                }
+                let (a, b) = (self.rows[2 * step], self.rows[2 * step + 1]);
+                let mut d = 0;
+                while d + S::LANES <= self.head_dim {
+                    let pairs = s.join(a.add(d * size).cast(), b.add(d * size).cast());
+                    s.store_pairs(to.add(d * F::LANE).cast(), pairs);
+                    d += S::LANES;
+                }
+                for d in d..self.head_dim {
+                    copy_lane(a.add(d * size), to.add(d * F::LANE), size);
+                    copy_lane(b.add(d * size), to.add(d * F::LANE + size), size);
+                }
             }
         }
     }
 }
 
-/// V rows to a V tile, `[16 / STEP][width][STEP]`. Slots without a row keep what they had.
-///
-/// # Safety
-/// Each row has `head_dim` elements; `tile` has room for `TILE * width`, `width >= head_dim`.
-pub(super) unsafe fn value_tile<F: Format>(
-    rows: &[*const u8],
-    head_dim: usize,
-    width: usize,
-    tile: *mut u8,
-) {
-    let size = F::LANE / F::STEP;
-    for (i, &row) in rows.iter().enumerate() {
-        // SAFETY: `i < TILE`, and elements stay inside the row and the tile.
+impl<F: Format> Kernel for PackTile<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: the promise of `new`.
         unsafe {
-            let to = tile.add((i / F::STEP * width * F::STEP + i % F::STEP) * size);
-            if F::STEP == 1 {
-                to.copy_from_nonoverlapping(row, head_dim * size);
-            } else {
-                for d in 0..head_dim {
-                    copy_lane(row.add(d * size), to.add(d * F::LANE), size);
-                }
+            match self.side {
+                Side::Key => self.keys(s),
+                Side::Value => self.values(s),
             }
         }
     }

@@ -8,7 +8,7 @@ use crate::simd::Simd;
 use super::format::Format;
 use super::item::{Buffer, Call, padded};
 use super::layout::{KvLayout, Side, TILE};
-use super::pack;
+use super::pack::{PackTile, widen_value_tile};
 use super::plan::{Item, PARTITION, local};
 
 /// Tiles in a partition.
@@ -17,6 +17,8 @@ pub(super) const TILES: usize = PARTITION / TILE;
 /// How far ahead of its use KV is asked for, in bytes: enough to hide memory's latency at full bandwidth.
 const PREFETCH_BYTES: usize = 16 * 1024;
 const MAX_AHEAD: usize = TILES;
+/// The same for the rows of tiles that are packed first, in tiles.
+const PACK_AHEAD: usize = 2;
 
 /// The tiles of one partition in the order of their use (K, V, then the next partition's first K tiles), so that
 /// what to prefetch is simply a later entry.
@@ -88,7 +90,8 @@ impl<'a, F: Format> Source<'a, F> {
             head,
             // All units of an item have the same blocks in its partitions.
             blocks: call.plan.blocks(&call.plan.sequences[unit.sequence]),
-            sees,
+            // Beyond the item they may not, and it does not look there.
+            sees: sees.start..sees.end.min(item.partitions.end * PARTITION),
             end: item.partitions.end,
             keys,
             values,
@@ -104,7 +107,7 @@ impl<'a, F: Format> Source<'a, F> {
     }
 
     /// The tiles of a partition that any row sees, packed where need be.
-    pub(super) fn tiles(&self, partition: usize) -> Tiles {
+    pub(super) fn tiles<S: Simd>(&self, s: S, partition: usize) -> Tiles {
         let spec = self.call.layer.spec();
         let (range, width) = (self.range(partition), padded(spec.head_dim));
         let mut tiles = Tiles {
@@ -128,14 +131,14 @@ impl<'a, F: Format> Source<'a, F> {
         for (i, tile) in range.clone().enumerate() {
             push(match self.keys {
                 None => self.direct(Side::Key, tile),
-                Some(keys) => self.pack(Side::Key, tile, keys.wrapping_add(i * key_bytes)),
+                Some(keys) => self.pack(s, Side::Key, tile, keys.wrapping_add(i * key_bytes)),
             });
         }
         for (i, tile) in range.enumerate() {
             let to = |values: *mut u8| values.wrapping_add(i * TILE * width * spec.dtype.size());
             push(match self.values {
                 None => self.direct(Side::Value, tile),
-                Some(values) if self.keys.is_some() => self.pack(Side::Value, tile, to(values)),
+                Some(values) if self.keys.is_some() => self.pack(s, Side::Value, tile, to(values)),
                 Some(values) => self.widen(tile, to(values)),
             });
         }
@@ -177,30 +180,37 @@ impl<'a, F: Format> Source<'a, F> {
         }
     }
 
-    /// Packs a tile of a rows cache; of its tokens, those that some row sees.
-    fn pack(&self, side: Side, tile: usize, to: *mut u8) -> *const u8 {
+    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Meanwhile asks for the rows of the tile
+    /// that comes some tiles later.
+    fn pack<S: Simd>(&self, s: S, side: Side, tile: usize, to: *mut u8) -> *const u8 {
         let spec = self.call.layer.spec();
-        let tokens = tile * TILE..((tile + 1) * TILE).min(self.sees.end);
-        let mut rows = [std::ptr::null(); TILE];
-        for (row, t) in rows.iter_mut().zip(tokens.clone()) {
-            let block = self.blocks[t / spec.block_size] as usize;
-            // SAFETY: as in `direct`.
-            *row = unsafe {
-                self.call
-                    .layer
-                    .row(side, block, self.head, t % spec.block_size)
-            };
-        }
-        let rows = &rows[..tokens.len()];
-        // SAFETY: the rows are whole, and `new` made room for a partition's tiles.
-        unsafe {
-            if side == Side::Key {
-                pack::key_tile::<F>(rows, spec.head_dim, to);
-            } else {
-                pack::value_tile::<F>(rows, spec.head_dim, padded(spec.head_dim), to);
+        for row in self.rows(side, tile + PACK_AHEAD) {
+            for line in (0..spec.head_dim * spec.dtype.size()).step_by(64) {
+                s.prefetch(row.wrapping_add(line));
             }
         }
+        let rows = self.rows(side, tile);
+        // SAFETY: the rows are whole, and `new` made room for a partition's tiles.
+        s.vectorize(unsafe {
+            PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to)
+        });
         to
+    }
+
+    /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.
+    fn rows(&self, side: Side, tile: usize) -> [*const u8; TILE] {
+        let block_size = self.call.layer.spec().block_size;
+        std::array::from_fn(|i| {
+            let token = (tile * TILE + i).min(self.sees.end - 1);
+            let block = self.blocks[token / block_size] as usize;
+            // SAFETY: as in `direct`.
+            unsafe {
+                self.call
+                    .layer
+                    .row(side, block, self.head, token % block_size)
+                    .cast_const()
+            }
+        })
     }
 
     /// Copies a V tile of a tiled cache to whole vectors.
@@ -208,7 +218,7 @@ impl<'a, F: Format> Source<'a, F> {
         let head_dim = self.call.layer.spec().head_dim;
         let from = self.direct(Side::Value, tile);
         // SAFETY: `from` is a whole tile, and `new` made room for a partition's wider ones.
-        unsafe { pack::widen_value_tile::<F>(from, head_dim, padded(head_dim), to) };
+        unsafe { widen_value_tile::<F>(from, head_dim, padded(head_dim), to) };
         to
     }
 }

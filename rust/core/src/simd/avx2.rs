@@ -81,6 +81,17 @@ impl Simd for Avx2 {
         unsafe { _mm256_loadu_si256(p.cast()) }
     }
     #[inline(always)]
+    unsafe fn store_pairs(self, p: *mut u32, a: __m256i) {
+        unsafe { _mm256_storeu_si256(p.cast(), a) };
+    }
+    #[inline(always)]
+    unsafe fn join(self, first: *const u16, second: *const u16) -> __m256i {
+        unsafe {
+            let [a, b] = [first, second].map(|p| _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())));
+            _mm256_or_si256(a, _mm256_slli_epi32::<16>(b))
+        }
+    }
+    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
@@ -138,6 +149,16 @@ impl Simd for Avx2 {
                 b,
                 a,
                 _mm256_castsi256_ps(_mm256_andnot_si256(before, until)),
+            )
+        }
+    }
+    #[inline(always)]
+    fn zip(self, a: __m256, b: __m256) -> (__m256, __m256) {
+        unsafe {
+            let (low, high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            (
+                _mm256_permute2f128_ps::<0x20>(low, high),
+                _mm256_permute2f128_ps::<0x31>(low, high),
             )
         }
     }

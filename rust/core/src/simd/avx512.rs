@@ -102,6 +102,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_loadu_si512(p.cast()) }
     }
     #[inline(always)]
+    unsafe fn store_pairs(self, p: *mut u32, a: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), a) };
+    }
+    #[inline(always)]
+    unsafe fn join(self, first: *const u16, second: *const u16) -> __m512i {
+        unsafe {
+            let [a, b] =
+                [first, second].map(|p| _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())));
+            _mm512_or_si512(a, _mm512_slli_epi32::<16>(b))
+        }
+    }
+    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
@@ -152,6 +164,17 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn select_lanes(self, lo: usize, hi: usize, a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_mask_mov_ps(b, lanes(lo, hi), a) }
+    }
+    #[inline(always)]
+    fn zip(self, a: __m512, b: __m512) -> (__m512, __m512) {
+        unsafe {
+            let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            let high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+            (
+                _mm512_permutex2var_ps(a, low, b),
+                _mm512_permutex2var_ps(a, high, b),
+            )
+        }
     }
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {

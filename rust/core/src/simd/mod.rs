@@ -52,6 +52,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Narrows to bf16, to nearest even. NaN need not survive.
     unsafe fn store_bf16(self, p: *mut u16, a: Self::F32);
     unsafe fn load_pairs(self, p: *const u32) -> Self::Pairs;
+    unsafe fn store_pairs(self, p: *mut u32, a: Self::Pairs);
+    /// Pairs of one element from each of two rows.
+    unsafe fn join(self, first: *const u16, second: *const u16) -> Self::Pairs;
     /// Asks for the cache line at `p` into the second-level cache. Any address is allowed.
     fn prefetch(self, p: *const u8);
 
@@ -72,6 +75,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn select_below(self, a: Self::F32, limit: f32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// `a` in lanes `lo..hi`, else `b`.
     fn select_lanes(self, lo: usize, hi: usize, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// Interleaves lanes: `a0 b0 a1 b1 ...`, in two vectors. Whatever the bits, they are only moved.
+    fn zip(self, a: Self::F32, b: Self::F32) -> (Self::F32, Self::F32);
     /// Sum of the lanes, by halves: lane i and lane i + n/2 first.
     fn sum(self, a: Self::F32) -> f32;
     /// Largest lane.

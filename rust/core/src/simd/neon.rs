@@ -83,6 +83,17 @@ impl Simd for Neon {
         unsafe { vld1q_u32(p) }
     }
     #[inline(always)]
+    unsafe fn store_pairs(self, p: *mut u32, a: uint32x4_t) {
+        unsafe { vst1q_u32(p, a) };
+    }
+    #[inline(always)]
+    unsafe fn join(self, first: *const u16, second: *const u16) -> uint32x4_t {
+        unsafe {
+            let [a, b] = [first, second].map(|p| vmovl_u16(vld1_u16(p)));
+            vorrq_u32(a, vshlq_n_u32::<16>(b))
+        }
+    }
+    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         // The prefetch intrinsic is not stable.
         unsafe {
@@ -147,6 +158,10 @@ impl Simd for Neon {
             let until = vcltq_u32(lane, vdupq_n_u32(hi as u32));
             vbslq_f32(vandq_u32(from, until), a, b)
         }
+    }
+    #[inline(always)]
+    fn zip(self, a: float32x4_t, b: float32x4_t) -> (float32x4_t, float32x4_t) {
+        unsafe { (vzip1q_f32(a, b), vzip2q_f32(a, b)) }
     }
     #[inline(always)]
     fn sum(self, a: float32x4_t) -> f32 {

@@ -67,6 +67,17 @@ impl Simd for Scalar {
         unsafe { p.cast::<[u32; N]>().read_unaligned() }
     }
     #[inline(always)]
+    unsafe fn store_pairs(self, p: *mut u32, a: [u32; N]) {
+        // SAFETY: as above.
+        unsafe { p.cast::<[u32; N]>().write_unaligned(a) };
+    }
+    #[inline(always)]
+    unsafe fn join(self, first: *const u16, second: *const u16) -> [u32; N] {
+        // SAFETY: as above.
+        let [a, b] = [first, second].map(|p| unsafe { p.cast::<[u16; N]>().read_unaligned() });
+        std::array::from_fn(|i| u32::from(a[i]) | u32::from(b[i]) << 16)
+    }
+    #[inline(always)]
     fn prefetch(self, _: *const u8) {}
 
     #[inline(always)]
@@ -116,6 +127,10 @@ impl Simd for Scalar {
     #[inline(always)]
     fn select_lanes(self, lo: usize, hi: usize, a: V, b: V) -> V {
         std::array::from_fn(|i| if lo <= i && i < hi { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn zip(self, a: V, b: V) -> (V, V) {
+        ([a[0], b[0], a[1], b[1]], [a[2], b[2], a[3], b[3]])
     }
     #[inline(always)]
     fn sum(self, a: V) -> f32 {
