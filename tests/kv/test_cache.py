@@ -96,6 +96,7 @@ def test_a_block_is_one_contiguous_piece_and_copies_as_one() -> None:
         ({"head_dim": -1}, "head_dim"),
         ({"block_size": 2.5}, "block_size"),
         ({"dtype": "int3"}, "dtype: expected one of float32, float16, bfloat16, got 'int3'"),
+        ({"dtype": ["float32"]}, "dtype"),
         ({"layout": "columns"}, "layout"),
         ({"layout": "tiled", "block_size": 8}, "multiple of 16"),
         ({"layout": "tiled", "head_dim": 7, "dtype": "bfloat16"}, "even head_dim"),

@@ -68,7 +68,7 @@ class KVCache:
         for name, size in shape.items():
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise InvalidInputError(f"{name}: expected a positive integer, got {size!r}")
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidInputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         tileable = block_size % TILE == 0 and (dtype != "bfloat16" or head_dim % 2 == 0)
         if layout is None:
