@@ -3,88 +3,17 @@
 
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::simd::{Kernel, MAX_LANES, Simd};
+use crate::simd::{Kernel, Simd};
 
+use super::call::Call;
 use super::format::Format;
 use super::kernel::{MAX_ROWS, Partition, kernel_rows};
-use super::layout::{KvLayer, Vectors, VectorsMut};
 use super::merge::Record;
-use super::plan::{Item, Mask, PARTITION, Plan, Schedule, Unit, local, union};
+use super::plan::{Item, PARTITION, Unit, local, union};
+use super::scratch::{Buffer, padded};
 use super::tiles::Source;
-
-/// One call of attention: what every item needs.
-pub(super) struct Call<'a> {
-    pub(super) plan: &'a Plan,
-    pub(super) schedule: &'a Schedule,
-    pub(super) mask: Mask,
-    pub(super) scale: f32,
-    pub(super) query: Vectors<'a>,
-    pub(super) layer: KvLayer<'a>,
-    pub(super) out: &'a VectorsMut<'a>,
-    pub(super) shared: Shared<'a>,
-}
-
-/// Memory for the records of units that several items cover, and how many of those items are unfinished.
-#[derive(Debug, Default)]
-pub(super) struct Scratch {
-    records: Buffer,
-    pending: Vec<AtomicU32>,
-}
-
-/// That memory, as the threads of one call share it.
-#[derive(Clone, Copy)]
-pub(super) struct Shared<'a> {
-    records: *mut f32,
-    pending: &'a [AtomicU32],
-}
-
-// SAFETY: items write distinct records; a unit's are read by the item that finds all others of it finished.
-unsafe impl Sync for Shared<'_> {}
-
-impl Scratch {
-    /// Makes ready for a call.
-    pub(super) fn share(&mut self, plan: &Plan, schedule: &Schedule) -> Shared<'_> {
-        let heads = plan.shape().num_kv_heads;
-        let record = Record::floats(padded(plan.shape().head_dim));
-        self.pending.clear();
-        for _ in 0..heads {
-            let split = schedule.units.iter().filter(|u| u.items > 1);
-            self.pending
-                .extend(split.map(|u| AtomicU32::new(u.items as u32)));
-        }
-        Shared {
-            records: self.records.floats(heads * schedule.records * record),
-            pending: &self.pending,
-        }
-    }
-}
-
-/// Floats of an output row in scratch: whole vectors under any instruction set.
-pub(super) const fn padded(head_dim: usize) -> usize {
-    head_dim.next_multiple_of(MAX_LANES)
-}
-
-/// Memory on cache lines of its own that grows on demand. Initialised, with anything.
-#[derive(Debug, Default)]
-pub(super) struct Buffer(Vec<Line>);
-
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([f32; 16]);
-
-impl Buffer {
-    pub(super) fn floats(&mut self, n: usize) -> *mut f32 {
-        let lines = n.div_ceil(16);
-        if self.0.len() < lines {
-            // Nobody needs the old contents: free them before taking more.
-            self.0 = Vec::new();
-            self.0 = vec![Line([0.0; 16]); lines];
-        }
-        self.0.as_mut_ptr().cast()
-    }
-}
 
 /// Memory of one thread, kept from call to call.
 #[derive(Default)]

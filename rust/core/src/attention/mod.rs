@@ -9,6 +9,7 @@
 //! cut into partitions of 256; each row's arithmetic inside one is its own (`kernel`), and its partitions are folded
 //! left to right (`merge`).
 
+mod call;
 mod format;
 mod item;
 mod kernel;
@@ -17,6 +18,7 @@ mod merge;
 pub mod naive;
 mod pack;
 mod plan;
+mod scratch;
 mod store;
 mod tiles;
 
@@ -29,8 +31,10 @@ pub use store::{Blocks, copy_blocks, write_kv};
 
 use crate::simd::{Dispatch, Isa, Simd};
 use crate::{Error, Result, threads};
-use item::Call;
+use call::Call;
+use merge::Record;
 use plan::Mask;
+use scratch::padded;
 
 /// What attention computes besides the shapes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -156,7 +160,10 @@ pub fn attend(
         query: *query,
         layer: *layer,
         out,
-        shared: scratch.share(plan, &schedule),
+        shared: scratch.share(
+            shape.num_kv_heads * schedule.records * Record::floats(padded(shape.head_dim)),
+            (0..shape.num_kv_heads).flat_map(|_| schedule.pending()),
+        ),
     };
     let next = AtomicUsize::new(0);
     let work = || {

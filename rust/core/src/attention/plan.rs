@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result, threads};
 
-use super::item::Scratch;
+use super::scratch::Scratch;
 
 /// Absolute positions in a partition.
 pub(super) const PARTITION: usize = 256;
@@ -332,6 +332,12 @@ struct Segment {
 }
 
 impl Schedule {
+    /// How many items each unit waits for that several cover, by counter. For one KV head.
+    pub(super) fn pending(&self) -> impl Iterator<Item = u32> {
+        let split = self.units.iter().filter(|u| u.items > 1);
+        split.map(|u| u.items as u32)
+    }
+
     fn new(plan: &Plan, mask: Mask) -> Self {
         let mut units = make_units(plan, mask);
         let segments = make_segments(plan, &units);

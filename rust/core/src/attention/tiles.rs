@@ -5,11 +5,12 @@ use std::ops::Range;
 
 use crate::simd::Simd;
 
+use super::call::Call;
 use super::format::Format;
-use super::item::{Buffer, Call, padded};
 use super::layout::{KvLayout, Side, TILE};
 use super::pack::{PackTile, widen_value_tile};
 use super::plan::{Item, PARTITION, local};
+use super::scratch::{Buffer, padded};
 
 /// Tiles in a partition.
 pub(super) const TILES: usize = PARTITION / TILE;
