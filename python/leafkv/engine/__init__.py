@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from leafkv.engine.engine import Engine, EngineStats
 from leafkv.engine.llm import LLM
-from leafkv.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from leafkv.engine.outputs import CompletionOutput, RequestOutput
+from leafkv.engine.request import RequestMetrics
 from leafkv.engine.sampling_params import SamplingParams
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from leafkv.engine.batch_builder import BatchBuilder
-from leafkv.engine.outputs import FinishReason, RequestOutput
+from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.sampler import INVALID, sample
 from leafkv.engine.scheduler import Scheduler, WorkItem
 from leafkv.engine.threads import BlasThreads
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from leafkv.engine.request import Request
+    from leafkv.engine.request import FinishReason, Request
     from leafkv.kv import KVCache, KVManager
     from leafkv.models.batch import Model
 

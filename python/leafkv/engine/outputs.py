@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leafkv.engine.request import Request
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """Times of a request, in seconds of ``time.monotonic()``; None until it happens."""
-
-    arrival_time: float | None = None
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
+    from leafkv.engine.request import FinishReason, Request, RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)

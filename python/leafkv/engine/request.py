@@ -10,13 +10,25 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
-
-from leafkv.engine.outputs import FinishReason, RequestMetrics
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from leafkv.engine.detokenizer import Detokenizer
     from leafkv.engine.sampling_params import SamplingParams
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of a request, in seconds of ``time.monotonic()``; None until it happens."""
+
+    arrival_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
 
 
 class Status(Enum):
