@@ -328,6 +328,26 @@ def test_a_stream_dropped_while_another_looks_is_aborted(llm: LLM) -> None:
     assert drained(llm)
 
 
+def test_a_reset_prefix_cache_finds_nothing_of_before(llm: LLM) -> None:
+    prompt = list(range(1, 22))
+    tokens = reference(prompt, 9)
+
+    def ask() -> tuple[list[int], int]:
+        (output,) = llm.generate(prompt, greedy(9), use_tqdm=False)
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    assert [ask(), ask()] == [(tokens, 0), (tokens, 20)]
+    assert llm.reset_prefix_cache()
+    stream = llm.stream(prompt, greedy(9))
+    first = next(stream)
+    assert first.num_cached_tokens == 0
+    assert llm.reset_prefix_cache()  # the stream goes on with its own KV, and leaves none of it in the cache
+    assert list(stream)[-1].outputs[0].token_ids == tokens
+    assert drained(llm)
+    assert llm.manager.stats().cached_blocks == 0
+    assert ask() == (tokens, 0)
+
+
 def test_streams_and_calls_share_the_steps(llm: LLM) -> None:
     streams = {i: llm.stream([i] * 5, greedy(10, ignore_eos=True)) for i in range(4)}
     last: dict[int, list[int]] = {}

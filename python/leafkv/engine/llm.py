@@ -187,6 +187,16 @@ class LLM:
         self._abort_dropped()
         return stats
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix, as after a change of the weights. It always works, so the answer is True.
+
+        Requests that are running go on, and leave nothing in the cache.
+        """
+        with self._lock:
+            self.manager.clear()
+        self._abort_dropped()
+        return True
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
         return self._tokenizer
