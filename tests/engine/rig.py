@@ -80,11 +80,12 @@ class Rig:
         for request in running:
             assert request.status is Status.RUNNING
             assert request.num_uncomputed_tokens >= 1
-            assert request.num_computed_tokens == request.num_reserved_tokens
+            held = -(-request.num_computed_tokens // self.manager.block_size)
+            assert len(self.manager.block_table(request.number)) == held, "slots left over from a step"
             assert request.num_computed_tokens == self.manager.num_committed(request.number)
         for request in waiting:
             assert request.status is Status.WAITING
-            assert request.num_computed_tokens == request.num_reserved_tokens == 0
+            assert request.num_computed_tokens == 0
 
     def check_drained(self) -> None:
         self.check()

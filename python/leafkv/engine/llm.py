@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leafkv import log
-from leafkv.engine.checks import check_integer
+from leafkv._checks import check_integer
 from leafkv.engine.engine import Engine, EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.outputs import RequestOutput
@@ -18,6 +18,7 @@ from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
 from leafkv.engine.sampling_params import SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
+from leafkv.kv.cache import DTYPES
 
 if TYPE_CHECKING:
     from leafkv.engine.request import Request
@@ -78,9 +79,9 @@ class LLM:
             raise InvalidInputError(f"enable_prefix_caching: expected True or False, got {enable_prefix_caching!r}")
         if dtype not in ("auto", "float32"):
             raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
-        if kv_cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
+        if kv_cache_dtype not in ("auto", *DTYPES):
             raise InvalidInputError(
-                f"kv_cache_dtype: expected auto, float32, float16 or bfloat16, got {kv_cache_dtype!r}"
+                f"kv_cache_dtype: expected one of auto, {', '.join(DTYPES)}, got {kv_cache_dtype!r}"
             )
         log.show()
         loaded = _load(model)

@@ -60,8 +60,6 @@ class Request:
     status: Status = Status.WAITING
     tokens: array[int] = field(init=False, repr=False)
     num_computed_tokens: int = 0
-    num_reserved_tokens: int = 0
-    """Tokens with slots: ahead of ``num_computed_tokens`` only within a step."""
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from leafkv.engine.checks import check_integer, check_number
+from leafkv._checks import check_integer, check_number
 from leafkv.errors import InvalidInputError
 
 GREEDY_BELOW = 1e-5

@@ -111,7 +111,7 @@ class Scheduler:
                 # Budget is left, so the leader's whole prompt is in this step: asking again in the next one is soon
                 # enough, and not too early.
                 continue
-            request.num_computed_tokens = request.num_reserved_tokens = answer.cached_tokens
+            request.num_computed_tokens = answer.cached_tokens
             n = min(request.num_uncomputed_tokens, budget)
             # Nor do the running ones lack blocks: each has slots for all its known tokens. This one's prefix hit is
             # held from `begin` on, and so not among the allocatable blocks.
@@ -137,16 +137,15 @@ class Scheduler:
             self.manager.grow(request.number, n)
         except OutOfBlocksError:
             return False
-        request.num_reserved_tokens = request.num_computed_tokens + n
         return True
 
     def _release(self, request: Request) -> None:
         self.manager.release(request.number)
-        request.num_computed_tokens = request.num_reserved_tokens = 0
+        request.num_computed_tokens = 0
 
     def _blocks_lacking(self, request: Request) -> int:
-        """Blocks that a request must still be given for its known tokens."""
-        return self._blocks(len(request.tokens)) - self._blocks(request.num_reserved_tokens)
+        """Blocks that a request which holds its prefix hit alone must still be given for its known tokens."""
+        return self._blocks(len(request.tokens)) - self._blocks(request.num_computed_tokens)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.manager.block_size)

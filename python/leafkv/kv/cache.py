@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leafkv import _core
+from leafkv._checks import check_integer
 from leafkv.errors import InsufficientMemoryError, InvalidInputError
 from leafkv.kv.memory import GIB, available_memory
 
@@ -58,16 +59,11 @@ class KVCache:
         dtype: str = "float32",
         layout: Layout | None = None,
     ) -> None:
-        shape = {
-            "num_blocks": num_blocks,
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
-        }
-        for name, size in shape.items():
-            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-                raise InvalidInputError(f"{name}: expected a positive integer, got {size!r}")
+        self.num_blocks = check_integer("num_blocks", num_blocks, 1)
+        self.num_layers = check_integer("num_layers", num_layers, 1)
+        self.num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = check_integer("head_dim", head_dim, 1)
+        self.block_size = check_integer("block_size", block_size, 1)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidInputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         tileable = block_size % TILE == 0 and (dtype != "bfloat16" or head_dim % 2 == 0)
@@ -80,14 +76,11 @@ class KVCache:
                 f"layout: 'tiled' needs a block_size that is a multiple of {TILE}, and an even head_dim in "
                 f"bfloat16; got block_size {block_size}, head_dim {head_dim}, dtype {dtype}"
             )
-        self.num_blocks = int(num_blocks)
-        self.num_layers = int(num_layers)
-        self.num_kv_heads = int(num_kv_heads)
-        self.head_dim = int(head_dim)
-        self.block_size = int(block_size)
         self.dtype = dtype
         self.layout: Layout = layout
-        self.block_nbytes = self.nbytes_of_block(num_layers, num_kv_heads, head_dim, block_size, dtype)
+        self.block_nbytes = self.nbytes_of_block(
+            self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, dtype
+        )
         self.array = self._allocate()
 
     @staticmethod

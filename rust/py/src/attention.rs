@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::array::strided::{Strided, empty, expect_storable, kv_layer};
 use crate::error::{invalid, to_py};
-use crate::int::{integer, show};
+use crate::int::{optional, positive};
 
 /// Elements that are copied or converted before another Python thread would have noticed a released GIL.
 const BRIEF_ELEMENTS: usize = 1 << 16;
@@ -207,18 +207,4 @@ fn run<'py>(
 /// Runs `work` without the GIL, unless it is over before anyone could make use of it.
 fn maybe_detach<T: Send>(py: Python<'_>, brief: bool, work: impl FnOnce() -> T + Send) -> T {
     if brief { work() } else { py.detach(work) }
-}
-
-/// A size: an int of at least 1.
-fn positive(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let number = integer(value).and_then(|n| usize::try_from(n).ok());
-    let problem = || format!("got {}, expected an int of at least 1", show(value));
-    number
-        .filter(|&n| n > 0)
-        .ok_or_else(|| invalid(argument, problem()))
-}
-
-/// A size that may be left out.
-fn optional(argument: &'static str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<usize>> {
-    value.map(|n| positive(argument, n)).transpose()
 }

@@ -21,13 +21,33 @@ pub(crate) fn sequence_id(argument: &'static str, value: &Bound<'_, PyAny>) -> P
 
 /// A number of tokens or blocks.
 pub(crate) fn count(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let count = integer(value).and_then(|count| usize::try_from(count).ok());
-    count.ok_or_else(|| {
-        invalid(
-            argument,
-            format!("got {}, expected an int >= 0", show(value)),
-        )
-    })
+    at_least(0, "an int >= 0", argument, value)
+}
+
+/// A size: an int of at least 1.
+pub(crate) fn positive(argument: &'static str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    at_least(1, "an int of at least 1", argument, value)
+}
+
+fn at_least(
+    least: usize,
+    expected: &str,
+    argument: &'static str,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<usize> {
+    let number = integer(value).and_then(|n| usize::try_from(n).ok());
+    let problem = || format!("got {}, expected {expected}", show(value));
+    number
+        .filter(|&n| n >= least)
+        .ok_or_else(|| invalid(argument, problem()))
+}
+
+/// A size that may be left out.
+pub(crate) fn optional(
+    argument: &'static str,
+    value: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<usize>> {
+    value.map(|n| positive(argument, n)).transpose()
 }
 
 /// All items of a list or another iterable, through one of the functions above.
