@@ -8,6 +8,7 @@
 pub mod attention;
 mod block;
 mod check;
+mod digest;
 mod error;
 mod manager;
 mod pool;
@@ -18,7 +19,8 @@ mod slab;
 mod store;
 mod threads;
 
-pub use block::{BlockCopy, BlockId, SequenceId, TokenId};
+pub use block::{BlockCopy, BlockId, Media, Scope, SequenceId, TokenId};
+pub use digest::{Digest, block_digests};
 pub use error::{Error, Result};
 pub use manager::{Admission, KvManager, Stats};
 pub use radix::{BlockHash, hash_block};
