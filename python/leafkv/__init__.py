@@ -26,7 +26,7 @@ from leafkv.errors import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
-from leafkv.kv import KVCache, KVManager
+from leafkv.kv import KVCache, KVManager, namespace
 
 if TYPE_CHECKING:
     from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -53,6 +53,7 @@ __all__ = [
     "__version__",
     "copy_blocks",
     "instruction_set",
+    "namespace",
     "paged_attention",
     "write_kv",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from leafkv._core import KVManager, Ready, Stats, WaitFor
 from leafkv.kv.cache import KVCache
 from leafkv.kv.memory import CacheSize, available_memory, size_from_memory
+from leafkv.kv.namespaces import namespace
 
 __all__ = [
     "CacheSize",
@@ -14,5 +15,6 @@ __all__ = [
     "Stats",
     "WaitFor",
     "available_memory",
+    "namespace",
     "size_from_memory",
 ]
