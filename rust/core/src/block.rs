@@ -96,7 +96,6 @@ pub(crate) fn touching(media: &[Media], range: Range<usize>) -> &[Media] {
 }
 
 /// The first position, `from` or later, that is covered by different spans; `usize::MAX` if there is none.
-#[allow(dead_code, reason = "the tree and the manager are about to use it")]
 pub(crate) fn common_media(a: &[Media], b: &[Media], from: usize) -> usize {
     let [a, b] = [a, b].map(|media| &media[media.partition_point(|span| span.end() <= from)..]);
     let same = a.iter().zip(b).take_while(|(x, y)| x == y).count();
