@@ -92,6 +92,8 @@ pub(crate) struct EventLog {
     /// Of all events in the buffer.
     weight: usize,
     next: u64,
+    /// Events before this number are part of a snapshot, and are told as they are.
+    sealed: u64,
     dropped: u64,
 }
 
@@ -104,12 +106,14 @@ impl EventLog {
             buffer: VecDeque::new(),
             weight: 0,
             next: 0,
+            sealed: 0,
             dropped: 0,
         }
     }
 
-    /// The number of the next event.
-    pub(crate) fn next(&self) -> u64 {
+    /// The number of the next event, for a snapshot of now: no earlier event will tell more than it does now.
+    pub(crate) fn seal(&mut self) -> u64 {
+        self.sealed = self.next;
         self.next
     }
 
@@ -175,13 +179,14 @@ impl EventLog {
     pub(crate) fn removed(&mut self, namespace: &Arc<[u8]>, block: BlockId) {
         let digest = self.digest(block);
         if let Some(Event {
+            number,
             change:
                 Change::Removed {
                     namespace: last,
                     blocks,
                 },
-            ..
         }) = self.buffer.back_mut()
+            && *number >= self.sealed
             && last == namespace
             && blocks.len() < MAX_REMOVED
         {

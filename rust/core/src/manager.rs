@@ -300,10 +300,12 @@ impl KvManager {
             self.query_tokens += prompt as u64;
             self.hit_tokens += hit as u64;
             self.partial_hit_tokens += (hit % size) as u64;
+            // What truncation has dropped of the hit serves nobody.
+            let reused = hit.min(sequence.committed) / size;
             if let (Some(log), Some(namespace)) = (&mut store.tree.log, &sequence.namespace)
-                && hit >= size
+                && reused > 0
             {
-                log.reused(namespace, &sequence.table[..hit / size]);
+                log.reused(namespace, &sequence.table[..reused]);
             }
         }
         Ok(())
@@ -540,7 +542,7 @@ impl KvManager {
     }
 
     /// All that can be found now, and the number of the next event, in one act.
-    pub fn snapshot(&self) -> Result<Snapshot> {
+    pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.store.tree.snapshot().ok_or_else(|| {
             let problem = "it is 0: a manager that tells events is made with a buffer for them";
             Error::invalid("event_capacity", problem)

@@ -450,7 +450,8 @@ impl<P: EvictionPolicy> RadixTree<P> {
     }
 
     /// What can be found now, and the number of the next event; `None` where events are off.
-    pub(crate) fn snapshot(&self) -> Option<Snapshot> {
+    pub(crate) fn snapshot(&mut self) -> Option<Snapshot> {
+        let number = self.log.as_mut()?.seal();
         let log = self.log.as_ref()?;
         let mut nodes: Vec<(NodeId, &Node)> = self
             .nodes
@@ -471,7 +472,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             }
         });
         Some(Snapshot {
-            number: log.next(),
+            number,
             stored: stored.collect(),
         })
     }
