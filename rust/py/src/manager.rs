@@ -10,10 +10,10 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
+use crate::array::ints::ints;
 use crate::array::out::Rows;
-use crate::array::tokens::token_ids;
 use crate::error::{invalid, to_py};
-use crate::int::{count, each, sequence_id, show};
+use crate::int::{count, sequence_id, show};
 
 /// `KVManager.begin` admitted the sequence; it now holds the blocks of its prefix hit.
 #[pyclass(frozen, get_all, module = "leafkv._core")]
@@ -176,7 +176,7 @@ impl KVManager {
     #[pyo3(signature = (tokens, namespace=Namespace(b"")))]
     #[pyo3(text_signature = "($self, tokens, namespace=b'')")]
     fn lookup(&self, tokens: &Bound<'_, PyAny>, namespace: Namespace<'_>) -> PyResult<usize> {
-        let tokens = token_ids("tokens", tokens)?;
+        let tokens = ints("tokens", tokens)?;
         self.with(|core| Ok(core.lookup(&tokens, namespace.0)))
     }
 
@@ -196,7 +196,7 @@ impl KVManager {
         namespace: Namespace<'_>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = sequence_id("seq_id", seq_id)?;
-        let tokens = token_ids("tokens", tokens)?;
+        let tokens = ints("tokens", tokens)?;
         match self.with(|core| core.begin(id, tokens, namespace.0))? {
             Admission::Ready { cached_tokens } => Ready { cached_tokens }.into_bound_py_any(py),
             Admission::WaitFor { leader, tokens } => {
@@ -227,7 +227,7 @@ impl KVManager {
         new_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (id, n) = (sequence_id("seq_id", seq_id)?, count("n", n)?);
-        let tokens = new_tokens.map_or(Ok(Vec::new()), |tokens| token_ids("new_tokens", tokens))?;
+        let tokens = new_tokens.map_or(Ok(Vec::new()), |tokens| ints("new_tokens", tokens))?;
         self.with(|core| core.commit(id, n, &tokens))
     }
 
@@ -266,8 +266,8 @@ impl KVManager {
     ///
     /// Entries past a sequence's blocks keep their value.
     fn tables(&self, seq_ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = each("seq_ids", seq_ids, sequence_id)?;
-        let mut out = Rows::<i32>::new("out", out, 2)?;
+        let ids = ints("seq_ids", seq_ids)?;
+        let mut out = Rows::<i32>::matrix("out", out, "[sequences, blocks]")?;
         self.with(|core| {
             let tables = ids
                 .iter()
@@ -298,8 +298,8 @@ impl KVManager {
         counts: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let ids = each("seq_ids", seq_ids, sequence_id)?;
-        let counts = each("counts", counts, count)?;
+        let ids = ints("seq_ids", seq_ids)?;
+        let counts: Vec<usize> = ints("counts", counts)?;
         if ids.len() != counts.len() {
             let problem = format!(
                 "got {}, expected one for each of the {} sequences",
@@ -308,7 +308,7 @@ impl KVManager {
             );
             return Err(invalid("counts", problem));
         }
-        let mut out = Rows::<i64>::new("out", out, 1)?;
+        let mut out = Rows::<i64>::vector("out", out)?;
         self.with(|core| {
             let pairs = ids.iter().zip(&counts);
             let runs = pairs
