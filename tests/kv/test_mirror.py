@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from leafkv import CacheMirror, EventGapError, InvalidInputError, KVManager, OutOfBlocksError, Ready
 from leafkv._core import block_digests
+from leafkv.kv.mirror import KINDS
 
 Media = list[tuple[int, int, bytes]]
 
@@ -66,7 +68,7 @@ def random_operation(rng: random.Random, manager: KVManager, live: dict[int, int
     """One call of the manager that may change the cache. ``live`` has the known tokens of each sequence."""
     pick = rng.random()
     try:
-        if pick < 0.3 or not live:
+        if not live or (pick < 0.3 and len(live) < 5):
             tokens, namespace, media = random_prompt(rng)
             if isinstance(manager.begin(number, tokens, namespace, media), Ready):
                 live[number] = len(tokens)
@@ -130,19 +132,30 @@ def assert_stale(mirror: CacheMirror) -> None:
 
 
 def test_a_mirror_equals_a_fresh_snapshot_after_every_operation() -> None:
-    kinds = set()
+    kinds = Counter[str]()
     for rng, manager, operations in histories(event_capacity=10_000):
         mirror = CacheMirror(BLOCK)
         for _ in operations:
-            # The snapshot is taken with events pending. It includes them: they are ignored when they come.
-            atomic = snapshot_of(manager)
             events = manager.events()
             kinds.update(event.kind for event in events)
             mirror.apply(events)
-            atomic.apply(events)
-            assert atomic.blocks == mirror.blocks
             assert_same(rng, mirror, manager)
-    assert kinds == {"stored", "reused", "removed", "cleared"}
+    assert min(kinds[kind] for kind in KINDS) > 100, kinds
+
+
+def test_a_snapshot_taken_with_events_pending_includes_them() -> None:
+    for rng, manager, operations in histories(event_capacity=10_000):
+        followers = [CacheMirror(BLOCK)]
+        for _ in operations:
+            if rng.random() < 0.3:
+                followers.append(snapshot_of(manager))
+            if rng.random() < 0.3:
+                events = manager.events()
+                for follower in followers:
+                    follower.apply(events)
+                assert all(follower.blocks == snapshot_of(manager).blocks for follower in followers)
+                # New ones come, old ones go, the one that never had a snapshot stays.
+                del followers[1:-2]
 
 
 def test_a_gap_is_noticed_and_a_snapshot_repairs_it() -> None:
@@ -161,8 +174,7 @@ def test_a_gap_is_noticed_and_a_snapshot_repairs_it() -> None:
                 mirror.load(manager.snapshot())
             assert not mirror.stale
             assert_same(rng, mirror, manager)
-        assert manager.stats().dropped_events > 0
-    assert gaps > 100
+    assert gaps > 200
 
 
 def test_clearing_a_namespace_and_all() -> None:
