@@ -92,6 +92,8 @@ pub(crate) struct EventLog {
     /// Of all events in the buffer.
     weight: usize,
     next: u64,
+    /// Events before this number tell no more than they did when their call ended.
+    closed: u64,
     dropped: u64,
 }
 
@@ -104,6 +106,7 @@ impl EventLog {
             buffer: VecDeque::new(),
             weight: 0,
             next: 0,
+            closed: 0,
             dropped: 0,
         }
     }
@@ -111,6 +114,11 @@ impl EventLog {
     /// The number of the next event.
     pub(crate) fn next(&self) -> u64 {
         self.next
+    }
+
+    /// A call begins whose removals may be told together.
+    pub(crate) fn begin_removals(&mut self) {
+        self.closed = self.next;
     }
 
     /// Events that left the buffer without being taken.
@@ -177,13 +185,14 @@ impl EventLog {
         for run in path.rchunks(MAX_REMOVED) {
             let removed = run.iter().rev().map(|&block| self.digests[block as usize]);
             if let Some(Event {
+                number,
                 change:
                     Change::Removed {
                         namespace: last,
                         blocks,
                     },
-                ..
             }) = self.buffer.back_mut()
+                && *number >= self.closed
                 && last == namespace
                 && blocks.len() + run.len() <= MAX_REMOVED
             {

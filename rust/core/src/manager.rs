@@ -300,10 +300,12 @@ impl KvManager {
             self.query_tokens += prompt as u64;
             self.hit_tokens += hit as u64;
             self.partial_hit_tokens += (hit % size) as u64;
+            // What truncation has dropped of the hit serves nobody.
+            let reused = hit.min(sequence.committed) / size;
             if let (Some(log), Some(namespace)) = (&mut store.tree.log, &sequence.namespace)
-                && hit >= size
+                && reused > 0
             {
-                log.reused(namespace, &sequence.table[..hit / size]);
+                log.reused(namespace, &sequence.table[..reused]);
             }
         }
         Ok(())
