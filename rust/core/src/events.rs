@@ -92,8 +92,8 @@ pub(crate) struct EventLog {
     /// Of all events in the buffer.
     weight: usize,
     next: u64,
-    /// Events before this number are part of a snapshot, and are told as they are.
-    sealed: u64,
+    /// Events before this number tell no more than they did when their call ended.
+    closed: u64,
     dropped: u64,
 }
 
@@ -106,15 +106,19 @@ impl EventLog {
             buffer: VecDeque::new(),
             weight: 0,
             next: 0,
-            sealed: 0,
+            closed: 0,
             dropped: 0,
         }
     }
 
-    /// The number of the next event, for a snapshot of now: no earlier event will tell more than it does now.
-    pub(crate) fn seal(&mut self) -> u64 {
-        self.sealed = self.next;
+    /// The number of the next event.
+    pub(crate) fn next(&self) -> u64 {
         self.next
+    }
+
+    /// A call begins whose removals may be told together.
+    pub(crate) fn begin_removals(&mut self) {
+        self.closed = self.next;
     }
 
     /// Events that left the buffer without being taken.
@@ -188,7 +192,7 @@ impl EventLog {
                         blocks,
                     },
             }) = self.buffer.back_mut()
-                && *number >= self.sealed
+                && *number >= self.closed
                 && last == namespace
                 && blocks.len() + run.len() <= MAX_REMOVED
             {

@@ -272,7 +272,8 @@ impl KvManager {
         let (store, size) = (&mut self.store, self.block_size);
         let sequence = &mut self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);
-        let more = reserved.div_ceil(size) - sequence.table.len();
+        let slots = sequence.table.len() * size;
+        let more = reserved.saturating_sub(slots).div_ceil(size);
         let to_write = sequence
             .partial_block(size)
             .filter(|_| reserved > sequence.committed);
@@ -286,8 +287,10 @@ impl KvManager {
             shared = None;
         }
         let needed = more.saturating_add(usize::from(shared.is_some()));
-        store.make_room(needed)?;
-        store.pool.allocate(needed, &mut sequence.table);
+        if needed > 0 {
+            store.make_room(needed)?;
+            store.pool.allocate(needed, &mut sequence.table);
+        }
         if let Some(index) = shared {
             // The block allocated last takes its place.
             let block = sequence.table.swap_remove(index);
@@ -364,12 +367,15 @@ impl KvManager {
     ) {
         let size = self.block_size;
         let sequence = &mut self.sequences[key];
-        let led = sequence.leads(size);
         sequence.known.extend_from_slice(new_tokens);
         let from = sequence.committed / size;
-        if from < n / size
-            && let Some(namespace) = sequence.namespace.as_deref()
-        {
+        if n / size == from {
+            // Most commits of a decoding sequence: no block is whole now that was not.
+            sequence.committed = n;
+            return;
+        }
+        let led = sequence.leads(size);
+        if let Some(namespace) = sequence.namespace.as_deref() {
             let BlockStore { pool, tree, .. } = &mut self.store;
             let media = &sequence.media;
             let scope = Scope { namespace, media };
@@ -542,7 +548,7 @@ impl KvManager {
     }
 
     /// All that can be found now, and the number of the next event, in one act.
-    pub fn snapshot(&mut self) -> Result<Snapshot> {
+    pub fn snapshot(&self) -> Result<Snapshot> {
         self.store.tree.snapshot().ok_or_else(|| {
             let problem = "it is 0: a manager that tells events is made with a buffer for them";
             Error::invalid("event_capacity", problem)

@@ -390,6 +390,9 @@ impl<P: EvictionPolicy> RadixTree<P> {
 
     /// Evicts up to `n` blocks, those of lowest rank first, tails before what they depend on.
     pub(crate) fn evict(&mut self, pool: &mut BlockPool, n: usize) -> usize {
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
         let mut evicted = 0;
         while evicted < n
             && let Some((lowest, leaf)) = self.evictable.pop()
@@ -428,6 +431,9 @@ impl<P: EvictionPolicy> RadixTree<P> {
 
     /// Takes a held block that nothing in the tree depends on out of it.
     pub(crate) fn withdraw(&mut self, pool: &mut BlockPool, block: BlockId) {
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
         let node = self.places[block as usize].node;
         let above = node.and_then(|node| self.remove_tails(pool, node, 1));
         // Its ancestors are held too, so nothing becomes evictable.
@@ -462,8 +468,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
     }
 
     /// What can be found now, and the number of the next event; `None` where events are off.
-    pub(crate) fn snapshot(&mut self) -> Option<Snapshot> {
-        let number = self.log.as_mut()?.seal();
+    pub(crate) fn snapshot(&self) -> Option<Snapshot> {
         let log = self.log.as_ref()?;
         let mut nodes: Vec<(NodeId, &Node)> = self
             .nodes
@@ -484,7 +489,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             }
         });
         Some(Snapshot {
-            number,
+            number: log.next(),
             stored: stored.collect(),
         })
     }
