@@ -57,6 +57,8 @@ struct Node {
     /// The media spans that touch it.
     media: Box<[Media]>,
     namespace: Arc<[u8]>,
+    /// Under which the table that finds this node has it.
+    hash: u64,
     /// Depth of the first block.
     start: u32,
     /// `None`: a root.
@@ -71,6 +73,7 @@ impl Node {
             blocks: Vec::new(),
             media: Box::default(),
             namespace: namespace.into(),
+            hash: 0,
             start: 0,
             parent: None,
             children: 0,
@@ -91,17 +94,6 @@ impl Node {
         let position = self.start() * block_size;
         let media = touching(&self.media, position..position + block_size);
         (&self.tokens[..block_size], media)
-    }
-
-    /// What the table that finds this node hashes.
-    fn hash(&self, hash_block: BlockHash, block_size: usize) -> u64 {
-        match self.parent {
-            Some(parent) => {
-                let (tokens, media) = self.first_block(block_size);
-                hash_block(parent.number(), tokens, media)
-            }
-            None => hash_namespace(&self.namespace),
-        }
     }
 
     /// How many tokens a prompt shares with this edge from `depth` on. Those before are the same.
@@ -327,6 +319,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
                 blocks: blocks.to_vec(),
                 media: new_media.into(),
                 namespace,
+                hash: 0,
                 start: depth as u32,
                 parent: Some(at),
                 children: 0,
@@ -494,6 +487,9 @@ impl<P: EvictionPolicy> RadixTree<P> {
         tokens: &[TokenId],
         media: &[Media],
     ) -> Option<NodeId> {
+        if self.nodes[parent].children == 0 {
+            return None;
+        }
         let position = depth * self.block_size;
         let range = position..position + self.block_size;
         let (tokens, media) = (&tokens[range.clone()], touching(media, range));
@@ -507,34 +503,37 @@ impl<P: EvictionPolicy> RadixTree<P> {
 
     /// Makes a node findable from its parent, or a root by its namespace.
     fn index(&mut self, id: NodeId) {
-        let (nodes, hash, size) = (&self.nodes, self.hash, self.block_size);
-        let table = match nodes[id].parent {
-            Some(_) => &mut self.children,
-            None => &mut self.roots,
-        };
-        let rehash = |&id: &NodeId| nodes[id].hash(hash, size);
-        table.insert_unique(rehash(&id), id, rehash);
-        let node = &self.nodes[id];
-        if let (Some(siblings), Some(parent)) = (&mut self.siblings, node.parent) {
+        let size = self.block_size;
+        let node = &mut self.nodes[id];
+        let table = if let Some(parent) = node.parent {
             let (tokens, media) = node.first_block(size);
-            siblings.insert(parent, node.start() * size, tokens, media, id);
-        }
+            if let Some(siblings) = &mut self.siblings {
+                siblings.insert(parent, node.start() * size, tokens, media, id);
+            }
+            node.hash = (self.hash)(parent.number(), tokens, media);
+            &mut self.children
+        } else {
+            node.hash = hash_namespace(&node.namespace);
+            &mut self.roots
+        };
+        let hash = node.hash;
+        table.insert_unique(hash, id, |&other| self.nodes[other].hash);
     }
 
     fn unindex(&mut self, id: NodeId) {
-        let node = &self.nodes[id];
-        let table = match node.parent {
-            Some(_) => &mut self.children,
-            None => &mut self.roots,
-        };
-        let hash = node.hash(self.hash, self.block_size);
-        if let Ok(entry) = table.find_entry(hash, |&other| other == id) {
-            entry.remove();
-        }
         let size = self.block_size;
-        if let (Some(siblings), Some(parent)) = (&mut self.siblings, node.parent) {
-            let (tokens, media) = node.first_block(size);
-            siblings.remove(parent, node.start() * size, tokens, media);
+        let node = &self.nodes[id];
+        let table = if let Some(parent) = node.parent {
+            if let Some(siblings) = &mut self.siblings {
+                let (tokens, media) = node.first_block(size);
+                siblings.remove(parent, node.start() * size, tokens, media);
+            }
+            &mut self.children
+        } else {
+            &mut self.roots
+        };
+        if let Ok(entry) = table.find_entry(node.hash, |&other| other == id) {
+            entry.remove();
         }
     }
 
@@ -564,6 +563,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             blocks: mem::replace(&mut node.blocks, lower_blocks),
             media: touching(&node.media, start * size..middle * size).into(),
             namespace: node.namespace.clone(),
+            hash: 0,
             start: node.start,
             parent: node.parent,
             children: 1,
