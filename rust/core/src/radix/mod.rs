@@ -390,6 +390,9 @@ impl<P: EvictionPolicy> RadixTree<P> {
 
     /// Evicts up to `n` blocks, those of lowest rank first, tails before what they depend on.
     pub(crate) fn evict(&mut self, pool: &mut BlockPool, n: usize) -> usize {
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
         let mut evicted = 0;
         while evicted < n
             && let Some((lowest, leaf)) = self.evictable.pop()
@@ -400,24 +403,39 @@ impl<P: EvictionPolicy> RadixTree<P> {
                 && let Some(tail) = self.nodes[node].leaf_tail()
                 && pool.references(tail) == 0
             {
-                // What ranks with the tail goes before any other leaf: no need to ask the set.
-                let rank = self.rank(tail, node);
-                if evicted == n || rank > lowest {
-                    self.evictable.insert(rank, node);
+                // What ranks with the first tail goes before any other leaf: no need to ask the set.
+                let run = self.evictable_run(pool, node, lowest, n - evicted);
+                if run == 0 {
+                    self.evictable.insert(self.rank(tail, node), node);
                     break;
                 }
-                at = self.remove_tail(pool, node, tail);
-                evicted += 1;
+                at = self.remove_tails(pool, node, run);
+                evicted += run;
             }
         }
         self.shrink_if_empty();
         evicted
     }
 
+    /// How many blocks at the end of a leaf, `most` at most, have no reference and no higher rank than `lowest`.
+    fn evictable_run(&self, pool: &BlockPool, leaf: NodeId, lowest: P::Rank, most: usize) -> usize {
+        let node = &self.nodes[leaf];
+        let depths = (node.start() + 1..=node.end()).rev();
+        let tails = node.blocks.iter().rev().zip(depths).take(most);
+        let run = tails.take_while(|&(&block, depth)| {
+            let last_used = self.places[block as usize].last_used;
+            pool.references(block) == 0 && P::rank(last_used, depth) <= lowest
+        });
+        run.count()
+    }
+
     /// Takes a held block that nothing in the tree depends on out of it.
     pub(crate) fn withdraw(&mut self, pool: &mut BlockPool, block: BlockId) {
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
         let node = self.places[block as usize].node;
-        let above = node.and_then(|node| self.remove_tail(pool, node, block));
+        let above = node.and_then(|node| self.remove_tails(pool, node, 1));
         // Its ancestors are held too, so nothing becomes evictable.
         debug_assert!(above.is_none_or(|above| {
             let tail = self.nodes[above].leaf_tail();
@@ -589,20 +607,24 @@ impl<P: EvictionPolicy> RadixTree<P> {
         upper
     }
 
-    /// Removes the tail block of a leaf, and the leaf when that was all of it. Returns the node that now ends
-    /// the path, if any.
-    fn remove_tail(&mut self, pool: &mut BlockPool, id: NodeId, tail: BlockId) -> Option<NodeId> {
-        self.places[tail as usize].node = None;
-        pool.withdraw(tail);
+    /// Removes the last `n` blocks of a leaf, and the leaf when that is all of it. Returns the node that now ends the
+    /// path, if any.
+    fn remove_tails(&mut self, pool: &mut BlockPool, id: NodeId, n: usize) -> Option<NodeId> {
+        let size = self.block_size;
         let node = &mut self.nodes[id];
-        if let Some(log) = &mut self.log {
-            log.removed(&node.namespace, tail);
+        let kept = node.blocks.len() - n;
+        for &block in node.blocks[kept..].iter().rev() {
+            self.places[block as usize].node = None;
+            pool.withdraw(block);
         }
-        if node.blocks.len() > 1 {
-            node.blocks.pop();
-            node.tokens.truncate(node.tokens.len() - self.block_size);
+        if let Some(log) = &mut self.log {
+            log.removed(&node.namespace, &node.blocks[kept..]);
+        }
+        if kept > 0 {
+            node.blocks.truncate(kept);
+            node.tokens.truncate(kept * size);
             if !node.media.is_empty() {
-                let (start, end) = (node.start() * self.block_size, node.end() * self.block_size);
+                let (start, end) = (node.start() * size, node.end() * size);
                 node.media = touching(&node.media, start..end).into();
             }
             // Halving what is a quarter full keeps this O(1) a block.
