@@ -1,0 +1,241 @@
+//! The KV manager's hot paths, without Python. What is measured and why: `benches/README.md`.
+//!
+//! Every benchmark here has a twin of the same name in `bench_kv_manager.py`.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion};
+use leafkv_core::{Admission, KvManager, SequenceId, TokenId};
+
+const BLOCK: usize = 16;
+/// Levels of the shared-prefix tree: how many children a node has, and how many tokens a child adds.
+const LEVELS: [(usize, usize); 3] = [(100, 512), (10, 256), (10, 128)];
+const LEAVES: usize = 10_000;
+/// Blocks of the tree, then of the prompts that are put beside it.
+const TREE_BLOCKS: usize = (100 * 512 + 1_000 * 256 + 10_000 * 128) / BLOCK;
+const PROMPT: usize = 4_096;
+const EXTRA_PROMPTS: usize = 200;
+const POOL: usize = TREE_BLOCKS + (EXTRA_PROMPTS + 8) * PROMPT / BLOCK;
+
+/// An id that no sequence of the setups has.
+const ID: SequenceId = 1 << 40;
+
+/// splitmix64: tokens that are the same in every run, and in no two prompts.
+struct Tokens(u64);
+
+impl Tokens {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn take(&mut self, n: usize) -> Vec<TokenId> {
+        (0..n).map(|_| (self.next() % 128_000) as TokenId).collect()
+    }
+}
+
+fn manager(num_blocks: usize) -> KvManager {
+    KvManager::new(num_blocks, BLOCK, true).expect("valid sizes")
+}
+
+fn begin(manager: &mut KvManager, id: SequenceId, tokens: Vec<TokenId>) -> usize {
+    match manager.begin(id, tokens, b"") {
+        Ok(Admission::Ready { cached_tokens }) => cached_tokens,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A prompt's whole life.
+fn serve(manager: &mut KvManager, tokens: Vec<TokenId>) {
+    let n = tokens.len();
+    let cached = begin(manager, ID, tokens);
+    manager.grow(ID, n - cached).expect("room");
+    manager.commit(ID, n, &[]).expect("reserved");
+    manager.release(ID).expect("live");
+}
+
+/// The 10,000 prompts of 896 tokens, depth first.
+fn leaves(tokens: &mut Tokens) -> Vec<Vec<TokenId>> {
+    let mut prompts = vec![Vec::new()];
+    for (children, length) in LEVELS {
+        let grown = prompts.iter().flat_map(|prompt| {
+            let child = |_| [prompt.clone(), tokens.take(length)].concat();
+            (0..children).map(child).collect::<Vec<_>>()
+        });
+        prompts = grown.collect();
+    }
+    prompts
+}
+
+/// The tree that everything is measured beside.
+fn tree(prompts: &[Vec<TokenId>]) -> KvManager {
+    let mut manager = manager(POOL);
+    for prompt in prompts {
+        serve(&mut manager, prompt.clone());
+    }
+    manager
+}
+
+/// Puts a prompt into the tree as a path of `edges` edges of equal length: others part from it in between.
+fn insert_path(manager: &mut KvManager, tokens: &mut Tokens, edges: usize) -> Vec<TokenId> {
+    let prompt = tokens.take(PROMPT);
+    serve(manager, prompt.clone());
+    for edge in 1..edges {
+        let shared = &prompt[..edge * PROMPT / edges];
+        serve(manager, [shared, &tokens.take(BLOCK)].concat());
+    }
+    prompt
+}
+
+fn matching(c: &mut Criterion) {
+    let mut tokens = Tokens(1);
+    let prompts = leaves(&mut tokens);
+    let mut manager = tree(&prompts);
+    let mut group = c.benchmark_group("match");
+    for edges in [1, 16] {
+        // One token is always left to compute.
+        let prompt = [insert_path(&mut manager, &mut tokens, edges), vec![0]].concat();
+        assert_eq!(manager.lookup(&prompt, b""), PROMPT);
+        group.bench_function(BenchmarkId::new("edges", edges), |b| {
+            b.iter(|| manager.lookup(black_box(&prompt), b""));
+        });
+        group.bench_function(BenchmarkId::new("begin_release", edges), |b| {
+            b.iter_batched(
+                || prompt.clone(),
+                |prompt| {
+                    let cached = begin(&mut manager, ID, prompt);
+                    manager.release(ID).expect("live");
+                    cached
+                },
+                criterion::BatchSize::SmallInput,
+            );
+        });
+    }
+    let mut order = Tokens(2);
+    group.bench_function("random_leaf", |b| {
+        b.iter_batched_ref(
+            || prompts[order.next() as usize % LEAVES].clone(),
+            |prompt| manager.lookup(prompt, b""),
+            criterion::BatchSize::PerIteration,
+        );
+    });
+    group.finish();
+}
+
+/// Times `routine` on a state that `setup` makes and that serves `uses` times.
+fn timed<S>(
+    iterations: u64,
+    uses: usize,
+    mut setup: impl FnMut() -> S,
+    mut routine: impl FnMut(&mut S) -> Duration,
+) -> Duration {
+    let mut state = setup();
+    let mut total = Duration::ZERO;
+    for iteration in 0..iterations {
+        if iteration > 0 && iteration % uses as u64 == 0 {
+            state = setup();
+        }
+        total += routine(&mut state);
+    }
+    total
+}
+
+fn time<T>(call: impl FnOnce() -> T) -> Duration {
+    let start = Instant::now();
+    black_box(call());
+    start.elapsed()
+}
+
+fn inserting(c: &mut Criterion) {
+    let mut tokens = Tokens(1);
+    let prompts = leaves(&mut tokens);
+    let mut group = c.benchmark_group("insert");
+    group.bench_function("commit", |b| {
+        b.iter_custom(|iterations| {
+            timed(
+                iterations,
+                EXTRA_PROMPTS,
+                || tree(&prompts),
+                |manager| {
+                    begin(manager, ID, tokens.take(PROMPT));
+                    manager.grow(ID, PROMPT).expect("room");
+                    let elapsed = time(|| manager.commit(ID, PROMPT, &[]));
+                    manager.release(ID).expect("live");
+                    elapsed
+                },
+            )
+        });
+    });
+    group.finish();
+
+    let mut group = c.benchmark_group("serve");
+    group.bench_function("cold", |b| {
+        b.iter_custom(|iterations| {
+            timed(
+                iterations,
+                EXTRA_PROMPTS,
+                || tree(&prompts),
+                |manager| {
+                    let prompt = tokens.take(PROMPT);
+                    time(|| serve(manager, prompt))
+                },
+            )
+        });
+    });
+    let mut manager = tree(&prompts);
+    let prompt = insert_path(&mut manager, &mut tokens, 1);
+    group.bench_function("cached", |b| {
+        b.iter_batched(
+            || prompt.clone(),
+            |prompt| serve(&mut manager, prompt),
+            criterion::BatchSize::SmallInput,
+        );
+    });
+    group.finish();
+}
+
+fn evicting(c: &mut Criterion) {
+    let mut tokens = Tokens(1);
+    let prompts = leaves(&mut tokens);
+    let extra: Vec<_> = (0..EXTRA_PROMPTS).map(|_| tokens.take(PROMPT)).collect();
+    let mut group = c.benchmark_group("evict");
+    group.bench_function("256_tokens", |b| {
+        b.iter_custom(|iterations| {
+            timed(
+                iterations,
+                100,
+                || tree(&prompts),
+                |manager| time(|| manager.evict(256 / BLOCK)),
+            )
+        });
+    });
+    group.sample_size(20);
+    group.bench_function("half", |b| {
+        b.iter_custom(|iterations| {
+            let full = || {
+                let mut manager = tree(&prompts);
+                for prompt in &extra {
+                    serve(&mut manager, prompt.clone());
+                }
+                manager
+            };
+            timed(iterations, 1, full, |manager| {
+                let half = manager.stats().cached_blocks / 2;
+                time(|| assert_eq!(manager.evict(half), half))
+            })
+        });
+    });
+    group.finish();
+}
+
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    matching(&mut criterion);
+    inserting(&mut criterion);
+    evicting(&mut criterion);
+    criterion.final_summary();
+}
