@@ -16,10 +16,15 @@ impl KvManager {
 
     fn check(&self) -> Result<(), String> {
         let BlockStore {
-            pool, tree, owed, ..
+            pool,
+            tree,
+            owed,
+            pins,
+            ..
         } = &self.store;
         pool.check()?;
         tree.check(pool)?;
+        pins.check()?;
         let destinations: HashSet<_> = owed.iter().map(|copy| copy.destination).collect();
         let sources: HashSet<_> = owed.iter().map(|copy| copy.source).collect();
         if destinations.len() != owed.len() || !destinations.is_disjoint(&sources) {
@@ -29,7 +34,7 @@ impl KvManager {
         }
         let mut references = vec![0; pool.ever_used()];
         let mut seen_in = vec![0; pool.ever_used()];
-        for (number, (id, sequence)) in (1..).zip(&self.sequences) {
+        for (number, (id, sequence)) in (1..).zip(self.sequences.iter()) {
             let fail = |what| Err(format!("sequence {id}: {what}: {sequence:?}"));
             if let Err(what) = sequence.check(self, &destinations) {
                 return fail(what);
@@ -46,6 +51,12 @@ impl KvManager {
             .any(|&block| references[block as usize] == 0)
         {
             return Err(format!("a copy is owed to nobody: {owed:?}"));
+        }
+        for &block in pins.paths().flatten() {
+            references[block as usize] += 1;
+            if !pool.is_findable(block) {
+                return Err(format!("block {block} is pinned, and not cached"));
+            }
         }
         for copy in owed {
             references[copy.source as usize] += 1;
@@ -64,7 +75,7 @@ impl KvManager {
             .sequences
             .iter()
             .filter(|(_, sequence)| sequence.leads(self.block_size));
-        let mut expected: Vec<_> = leading.map(|(&id, _)| id).collect();
+        let mut expected: Vec<_> = leading.map(|(id, _)| id).collect();
         expected.sort_unstable();
         if leaders != expected {
             return Err(format!("leaders are {leaders:?}, should be {expected:?}"));
@@ -91,10 +102,13 @@ impl Sequence {
             return Err("the table has the blocks of the reserved tokens");
         }
         let mut cached = Vec::new();
-        if let Some(namespace) = &self.namespace {
+        if self.unchanged > self.table.len() || self.stamp > manager.last_stamp {
+            return Err("more of it is written to a row than there is");
+        }
+        if let Some(scope) = self.scope() {
             store
                 .tree
-                .find(namespace, &self.known[..self.committed], |run| {
+                .find(&self.known[..self.committed], scope, |run| {
                     cached.extend_from_slice(run);
                 });
             if cached != self.table[..full] {

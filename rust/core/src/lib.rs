@@ -6,20 +6,29 @@
 //! * **Attention** ([`attention`]): reading and writing the KV memory that those blocks name.
 
 pub mod attention;
+mod batch;
 mod block;
 mod check;
+mod digest;
 mod error;
+mod events;
 mod manager;
+mod pins;
 mod pool;
 mod radix;
 mod sequence;
+mod sequences;
 mod simd;
 mod slab;
 mod store;
 mod threads;
 
-pub use block::{BlockCopy, BlockId, SequenceId, TokenId};
+pub use batch::Rows;
+pub use block::{BlockCopy, BlockId, Media, Scope, SequenceId, TokenId};
+pub use digest::{Digest, block_digests};
 pub use error::{Error, Result};
-pub use manager::{Admission, KvManager, Stats};
+pub use events::{Change, Event, Snapshot};
+pub use manager::{Admission, Config, KvManager, Stats};
+pub use pins::Pin;
 pub use radix::{BlockHash, hash_block};
 pub use simd::Isa;

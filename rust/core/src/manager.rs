@@ -15,23 +15,25 @@
 //! Every call succeeds, or fails and changes nothing. A call costs O(tokens given + blocks taken or given back),
 //! so a step costs the same at the end of a long sequence as at its beginning.
 
-use std::collections::HashMap;
-
-use foldhash::fast::FixedState;
-
-use crate::block::{BlockCopy, BlockId, SequenceId, TokenId, common_prefix};
+use crate::block::{
+    BlockCopy, BlockId, Scope, SequenceId, TokenId, check_media, common_media, common_prefix,
+};
 use crate::error::{Error, Result};
+use crate::events::{Event, EventLog, Snapshot};
+use crate::pins::{NEVER, Pin, Pins};
 use crate::pool::BlockPool;
 use crate::radix::{BlockHash, RadixTree, hash_block};
 use crate::sequence::{Sequence, cacheable, whole};
-use crate::store::BlockStore;
+use crate::sequences::Sequences;
+use crate::slab::Key;
+use crate::store::{BlockStore, Hit};
 
 /// The answer of [`KvManager::begin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
     /// The sequence is live and holds its prefix hit.
     Ready {
-        /// Tokens of the hit: whole blocks, and at least one token of the prompt is left to compute.
+        /// Tokens of the hit; at least one token of the prompt is left to compute.
         cached_tokens: usize,
     },
     /// A live sequence is about to commit blocks that this prompt shares. Nothing was recorded.
@@ -52,18 +54,67 @@ pub struct Stats {
     pub free_blocks: usize,
     /// Blocks that a prefix hit can find and eviction can take.
     pub cached_blocks: usize,
-    /// Blocks of live sequences and of owed copies.
+    /// Blocks of live sequences, of owed copies and of pins.
     pub held_blocks: usize,
     /// The most blocks that were ever held at once.
     pub max_held_blocks: usize,
+    /// Blocks of pins.
+    pub pinned_blocks: usize,
     /// Live sequences.
     pub sequences: usize,
     /// Tokens of all prompts that were begun and then given slots.
     pub query_tokens: u64,
     /// Those of `query_tokens` that were found in the prefix cache.
     pub hit_tokens: u64,
-    /// Cached blocks that eviction made free.
+    /// Those of `hit_tokens` that were found in part of a block, and copied.
+    pub partial_hit_tokens: u64,
+    /// Blocks that could be found from some time on.
+    pub stored_blocks: u64,
+    /// Blocks that eviction took from the prefix cache.
     pub evicted_blocks: u64,
+    /// Events that nobody took before newer ones needed their room.
+    pub dropped_events: u64,
+}
+
+/// What a [`KvManager`] is made of.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Size of the pool, 1 to 2³¹ − 1.
+    pub num_blocks: usize,
+    /// Tokens of a block, 1 to 2³¹ − 1.
+    pub block_size: usize,
+    /// Without it every sequence is private.
+    pub prefix_caching: bool,
+    /// Whether a hit may end inside a block, whose beginning is then copied.
+    pub partial_hits: bool,
+    /// How many different blocks may be pinned. A prompt must fit in the others.
+    pub pin_budget: usize,
+    /// How many blocks the buffered events may name; 0: no events.
+    pub event_capacity: usize,
+    /// The hash of the prefix tree. Any function is right, a good one is fast.
+    pub hash: BlockHash,
+}
+
+impl Config {
+    /// Prefix caching, and nothing else.
+    pub fn new(num_blocks: usize, block_size: usize) -> Self {
+        Self {
+            num_blocks,
+            block_size,
+            prefix_caching: true,
+            partial_hits: false,
+            pin_budget: 0,
+            event_capacity: 0,
+            hash: hash_block,
+        }
+    }
+}
+
+/// Logical time: a tick for each admitted sequence, until the owner takes over.
+#[derive(Debug, Default)]
+struct Clock {
+    now: u64,
+    set_by_owner: bool,
 }
 
 /// Block tables, block pool and prefix cache of one KV memory.
@@ -72,50 +123,57 @@ pub struct KvManager {
     pub(crate) block_size: usize,
     prefix_caching: bool,
     pub(crate) store: BlockStore,
-    pub(crate) sequences: HashMap<SequenceId, Sequence, FixedState>,
+    pub(crate) sequences: Sequences,
     /// Sequences with whole blocks of the prompt still to commit, oldest first.
     pub(crate) leaders: Vec<SequenceId>,
+    clock: Clock,
+    /// The last name given to a writing of a table to a row.
+    pub(crate) last_stamp: u64,
     query_tokens: u64,
     hit_tokens: u64,
+    partial_hit_tokens: u64,
 }
 
 impl KvManager {
-    /// A manager of `num_blocks` free blocks of `block_size` tokens, both 1 to 2³¹ − 1.
-    ///
-    /// Without `prefix_caching` every sequence is private.
-    pub fn new(num_blocks: usize, block_size: usize, prefix_caching: bool) -> Result<Self> {
-        Self::with_hash(num_blocks, block_size, prefix_caching, hash_block)
-    }
-
-    /// Like [`KvManager::new`], with another hash for the prefix tree. Any function is right, a good one is fast.
-    pub fn with_hash(
-        num_blocks: usize,
-        block_size: usize,
-        prefix_caching: bool,
-        hash: BlockHash,
-    ) -> Result<Self> {
+    /// A manager of a pool of free blocks.
+    pub fn new(config: Config) -> Result<Self> {
         const MAX: usize = i32::MAX as usize;
+        let Config {
+            num_blocks,
+            block_size,
+            pin_budget,
+            ..
+        } = config;
         for (argument, value) in [("num_blocks", num_blocks), ("block_size", block_size)] {
             if !(1..=MAX).contains(&value) {
-                return Err(Error::invalid(
-                    argument,
-                    format!("got {value}, expected 1 to {MAX}"),
-                ));
+                let problem = format!("got {value}, expected 1 to {MAX}");
+                return Err(Error::invalid(argument, problem));
             }
         }
+        if pin_budget >= num_blocks {
+            let problem = format!("got {pin_budget}, expected less than the {num_blocks} blocks");
+            return Err(Error::invalid("pin_budget", problem));
+        }
+        let log = (config.event_capacity > 0)
+            .then(|| Box::new(EventLog::new(block_size, config.event_capacity)));
         Ok(Self {
             block_size,
-            prefix_caching,
+            prefix_caching: config.prefix_caching,
             store: BlockStore {
+                block_size,
                 pool: BlockPool::new(num_blocks),
-                tree: RadixTree::new(block_size, hash),
+                tree: RadixTree::new(block_size, config.hash, config.partial_hits, log),
                 owed: Vec::new(),
+                pins: Pins::new(pin_budget),
                 evicted: 0,
             },
-            sequences: HashMap::default(),
+            sequences: Sequences::new(),
             leaders: Vec::new(),
+            clock: Clock::default(),
+            last_stamp: 0,
             query_tokens: 0,
             hit_tokens: 0,
+            partial_hit_tokens: 0,
         })
     }
 
@@ -135,11 +193,15 @@ impl KvManager {
     }
 
     /// Tokens that `begin` would find cached now.
-    pub fn lookup(&self, tokens: &[TokenId], namespace: &[u8]) -> usize {
-        self.store
-            .tree
-            .find(namespace, cacheable(tokens, self.block_size), |_| ())
-            * self.block_size
+    pub fn lookup(&self, tokens: &[TokenId], scope: Scope<'_>) -> Result<usize> {
+        check_media(scope.media, tokens.len())?;
+        Ok(self.store.count_hit(cacheable(tokens), scope))
+    }
+
+    /// The blocks of the longest cached prefix of whole blocks, be it the whole prompt.
+    pub fn match_prefix(&self, tokens: &[TokenId], scope: Scope<'_>) -> Result<Vec<BlockId>> {
+        check_media(scope.media, tokens.len())?;
+        Ok(self.store.find(tokens, scope))
     }
 
     /// Starts a sequence, holding its prefix hit; or names the live sequence that computes what it shares.
@@ -147,44 +209,52 @@ impl KvManager {
         &mut self,
         id: SequenceId,
         tokens: Vec<TokenId>,
-        namespace: &[u8],
+        scope: Scope<'_>,
     ) -> Result<Admission> {
         self.check_new(id, "seq_id")?;
+        check_media(scope.media, tokens.len())?;
         if tokens.is_empty() {
             return Err(Error::invalid("tokens", "got none, expected at least one"));
         }
-        let (needed, num_blocks) = (tokens.len().div_ceil(self.block_size), self.num_blocks());
-        if needed > num_blocks {
-            let problem = format!(
-                "{} tokens need {needed} blocks, the pool has {num_blocks}",
-                tokens.len()
-            );
+        let needed = tokens.len().div_ceil(self.block_size);
+        let usable = self.num_blocks() - self.store.pins.budget();
+        if needed > usable {
+            let tokens = tokens.len();
+            let mut problem =
+                format!("{tokens} tokens need {needed} blocks, the pool has {usable}");
+            if self.store.pins.budget() > 0 {
+                problem.push_str(" that pins cannot take");
+            }
             return Err(Error::invalid("tokens", problem));
         }
-        if let Some((leader, shared)) = self.leader_of(&tokens, namespace)
-            && shared > self.lookup(&tokens, namespace)
+        if let Some((leader, shared)) = self.leader_of(&tokens, scope)
+            && shared > self.store.count_hit(cacheable(&tokens), scope)
         {
             return Ok(Admission::WaitFor {
                 leader,
                 tokens: shared,
             });
         }
-        let table = if self.prefix_caching {
-            self.store
-                .hold_prefix(namespace, cacheable(&tokens, self.block_size))
+        if !self.clock.set_by_owner {
+            self.clock.now += 1;
+            self.store.expire_pins(self.clock.now);
+        }
+        let hit = if self.prefix_caching {
+            self.store.hold_hit(cacheable(&tokens), scope)
         } else {
-            Vec::new()
+            Hit::default()
         };
-        let cached_tokens = table.len() * self.block_size;
-        let sequence = Sequence {
-            uncounted: Some((tokens.len(), cached_tokens)),
-            namespace: self.prefix_caching.then(|| namespace.into()),
-            prompt: tokens.len(),
-            known: tokens,
-            committed: cached_tokens,
-            reserved: cached_tokens,
-            table,
-        };
+        let namespace = self.prefix_caching.then(|| scope.namespace.into());
+        let (prompt, cached_tokens) = (tokens.len(), hit.tokens);
+        let mut sequence = Sequence::new(
+            namespace,
+            scope.media.into(),
+            tokens,
+            prompt,
+            cached_tokens,
+            hit.path,
+        );
+        sequence.uncounted = Some((prompt, cached_tokens));
         if sequence.leads(self.block_size) {
             self.leaders.push(id);
         }
@@ -194,26 +264,47 @@ impl KvManager {
 
     /// Reserves slots for `n` more tokens. May owe a copy of the last block, see [`KvManager::copies`].
     pub fn grow(&mut self, id: SequenceId, n: usize) -> Result<()> {
-        let sequence = live(&mut self.sequences, id)?;
+        let key = self.sequences.key(id)?;
+        self.grow_one(key, n)
+    }
+
+    pub(crate) fn grow_one(&mut self, key: Key, n: usize) -> Result<()> {
+        let (store, size) = (&mut self.store, self.block_size);
+        let sequence = &mut self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);
-        let more = reserved.div_ceil(self.block_size) - sequence.table.len();
+        let more = reserved.div_ceil(size) - sequence.table.len();
         let to_write = sequence
-            .partial_block(self.block_size)
+            .partial_block(size)
             .filter(|_| reserved > sequence.committed);
-        let shared = to_write.filter(|&index| !self.store.is_writable(sequence.table[index]));
+        let mut shared = to_write.filter(|&index| !store.is_writable(sequence.table[index]));
         let needed = more.saturating_add(usize::from(shared.is_some()));
-        self.store.make_room(needed)?;
-        self.store.pool.allocate(needed, &mut sequence.table);
+        if let Some(index) = shared
+            && needed - 1 == store.allocatable()
+            && store.can_take_over(sequence.table[index])
+        {
+            store.take_over(sequence.table[index]);
+            shared = None;
+        }
+        let needed = more.saturating_add(usize::from(shared.is_some()));
+        store.make_room(needed)?;
+        store.pool.allocate(needed, &mut sequence.table);
         if let Some(index) = shared {
             // The block allocated last takes its place.
             let block = sequence.table.swap_remove(index);
-            self.store.replace_by_copy(block, sequence.table[index]);
+            store.replace_by_copy(block, sequence.table[index]);
+            sequence.changed(index);
         }
         sequence.reserved = reserved;
         // A begin that is taken back, because the rest does not fit now, was no query.
         if let Some((prompt, hit)) = sequence.uncounted.take_if(|_| n > 0) {
             self.query_tokens += prompt as u64;
             self.hit_tokens += hit as u64;
+            self.partial_hit_tokens += (hit % size) as u64;
+            if let (Some(log), Some(namespace)) = (&mut store.tree.log, &sequence.namespace)
+                && hit >= size
+            {
+                log.reused(namespace, &sequence.table[..hit / size]);
+            }
         }
         Ok(())
     }
@@ -222,90 +313,118 @@ impl KvManager {
     ///
     /// Whole blocks enter the tree. Where it has the block already, the table is re-pointed to that one.
     pub fn commit(&mut self, id: SequenceId, n: usize, new_tokens: &[TokenId]) -> Result<()> {
-        let sequence = live(&mut self.sequences, id)?;
-        if !(sequence.committed..=sequence.reserved).contains(&n) {
-            let (committed, reserved) = (sequence.committed, sequence.reserved);
+        let key = self.sequences.key(id)?;
+        self.check_commit(key, n, new_tokens.len())
+            .map_err(|(argument, problem)| Error::invalid(argument.unwrap_or("n"), problem))?;
+        self.commit_one(id, key, n, new_tokens);
+        Ok(())
+    }
+
+    /// What is wrong with a commit, and with which argument; `None`: the number of tokens.
+    pub(crate) fn check_commit(
+        &self,
+        key: Key,
+        n: usize,
+        new_tokens: usize,
+    ) -> Result<(), (Option<&'static str>, String)> {
+        let sequence = &self.sequences[key];
+        let (committed, reserved) = (sequence.committed, sequence.reserved);
+        if !(committed..=reserved).contains(&n) {
             let problem =
                 format!("got {n}, expected {committed} (committed) to {reserved} (reserved)");
-            return Err(Error::invalid("n", problem));
+            return Err((None, problem));
         }
-        let known = sequence.known.len() + new_tokens.len();
+        let known = sequence.known.len() + new_tokens;
         if n > known {
-            return Err(Error::invalid(
-                "new_tokens",
-                format!("{n} tokens committed, only {known} known"),
-            ));
+            let problem = format!("{n} tokens committed, only {known} known");
+            return Err((Some("new_tokens"), problem));
         }
-        if let Some(tail) = sequence.partial_block(self.block_size)
+        if !self.store.owed.is_empty()
+            && let Some(tail) = sequence.partial_block(self.block_size)
             && let Some(copy) = self.store.owed_to(sequence.table[tail])
         {
             let (source, destination) = (copy.source, copy.destination);
             let problem = format!(
                 "the copy of block {source} to {destination} is still owed: call copies() first"
             );
-            return Err(Error::invalid("seq_id", problem));
-        }
-        let led = sequence.leads(self.block_size);
-        sequence.known.extend_from_slice(new_tokens);
-        if let Some(namespace) = &sequence.namespace {
-            let BlockStore { pool, tree, .. } = &mut self.store;
-            let from = sequence.committed / self.block_size;
-            tree.insert(
-                pool,
-                namespace,
-                &sequence.known[..n],
-                &mut sequence.table,
-                from,
-            );
-        }
-        sequence.committed = n;
-        if led && !sequence.leads(self.block_size) {
-            self.leaders.retain(|&leader| leader != id);
+            return Err((Some("seq_id"), problem));
         }
         Ok(())
     }
 
+    /// A commit that is right.
+    pub(crate) fn commit_one(
+        &mut self,
+        id: SequenceId,
+        key: Key,
+        n: usize,
+        new_tokens: &[TokenId],
+    ) {
+        let size = self.block_size;
+        let sequence = &mut self.sequences[key];
+        let led = sequence.leads(size);
+        sequence.known.extend_from_slice(new_tokens);
+        let from = sequence.committed / size;
+        if from < n / size
+            && let Some(namespace) = sequence.namespace.as_deref()
+        {
+            let BlockStore { pool, tree, .. } = &mut self.store;
+            let media = &sequence.media;
+            let scope = Scope { namespace, media };
+            let known = &sequence.known[..n];
+            if tree.insert(pool, known, scope, &mut sequence.table, from) > 0 {
+                sequence.changed(from);
+            }
+        }
+        sequence.committed = n;
+        if led && !sequence.leads(size) {
+            self.leaders.retain(|&leader| leader != id);
+        }
+    }
+
     /// Starts `child` with the committed tokens of `parent`, in the same blocks.
     pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<()> {
-        let parent = self
-            .sequences
-            .get(&parent)
-            .ok_or(Error::UnknownSequence(parent))?;
+        let parent = self.sequences.get(parent)?;
         self.check_new(child, "child_id")?;
         let committed = parent.committed;
+        check_cut(parent, committed, "parent_id")?;
         let table = parent.table[..committed.div_ceil(self.block_size)].to_vec();
-        self.store.share(&table);
-        let child_sequence = Sequence {
-            uncounted: None,
-            namespace: parent.namespace.clone(),
-            known: parent.known[..committed].to_vec(),
-            prompt: parent.prompt.min(committed),
+        let media = parent.media.iter().filter(|span| span.start < committed);
+        let child_sequence = Sequence::new(
+            parent.namespace.clone(),
+            media.copied().collect(),
+            parent.known[..committed].to_vec(),
+            parent.prompt.min(committed),
             committed,
-            reserved: committed,
             table,
-        };
+        );
+        self.store.share(&child_sequence.table);
         self.sequences.insert(child, child_sequence);
         Ok(())
     }
 
     /// Drops everything beyond the first `n` tokens: reserved slots, and committed tokens if any.
     pub fn truncate(&mut self, id: SequenceId, n: usize) -> Result<()> {
-        let sequence = live(&mut self.sequences, id)?;
+        let sequence = self.sequences.get_mut(id)?;
         if n > sequence.reserved {
-            return Err(Error::invalid(
-                "n",
-                format!("got {n}, expected at most {} (reserved)", sequence.reserved),
-            ));
+            let problem = format!("got {n}, expected at most {} (reserved)", sequence.reserved);
+            return Err(Error::invalid("n", problem));
         }
+        if n < sequence.committed {
+            check_cut(sequence, n, "n")?;
+        }
+        let kept = n.div_ceil(self.block_size);
         self.store.touch(&sequence.table);
-        self.store
-            .unhold(&sequence.table[n.div_ceil(self.block_size)..]);
-        sequence.table.truncate(n.div_ceil(self.block_size));
+        self.store.unhold(&sequence.table[kept..]);
+        sequence.table.truncate(kept);
+        sequence.changed(kept);
         sequence.reserved = n;
         if n < sequence.committed {
             sequence.committed = n;
             sequence.known.truncate(n);
             sequence.prompt = sequence.prompt.min(n);
+            let media = sequence.media.iter().filter(|span| span.start < n);
+            sequence.media = media.copied().collect();
             self.leaders.retain(|&leader| leader != id);
         }
         Ok(())
@@ -313,10 +432,7 @@ impl KvManager {
 
     /// Ends a sequence. Its committed whole blocks stay cached, its other blocks are free.
     pub fn release(&mut self, id: SequenceId) -> Result<()> {
-        let sequence = self
-            .sequences
-            .remove(&id)
-            .ok_or(Error::UnknownSequence(id))?;
+        let sequence = self.sequences.remove(id)?;
         self.store.touch(&sequence.table);
         self.store.unhold(&sequence.table);
         if sequence.leads(self.block_size) {
@@ -333,34 +449,19 @@ impl KvManager {
 
     /// The blocks of a sequence, in order.
     pub fn block_table(&self, id: SequenceId) -> Result<&[BlockId]> {
-        Ok(&self.get(id)?.table)
+        Ok(&self.sequences.get(id)?.table)
     }
 
     /// Committed tokens of a sequence.
     pub fn num_committed(&self, id: SequenceId) -> Result<usize> {
-        Ok(self.get(id)?.committed)
+        Ok(self.sequences.get(id)?.committed)
     }
 
     /// The slots of the next `n` uncommitted tokens, as `(first slot, length)` of one run a block.
     pub fn slots(&self, id: SequenceId, n: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
-        let Sequence {
-            committed,
-            reserved,
-            ref table,
-            ..
-        } = *self.get(id)?;
-        if n > reserved - committed {
-            let problem = format!(
-                "got {n} for sequence {id}, expected at most {}, as reserved",
-                reserved - committed
-            );
-            return Err(Error::invalid("counts", problem));
-        }
-        let (end, size) = (committed + n, self.block_size);
-        Ok((committed / size..end.div_ceil(size)).map(move |index| {
-            let (first, last) = (committed.max(index * size), end.min((index + 1) * size));
-            (table[index] as usize * size + first % size, last - first)
-        }))
+        let sequence = self.sequences.get(id)?;
+        sequence.check_slots(id, n)?;
+        Ok(sequence.slots(n, self.block_size))
     }
 
     /// Evicts up to `n` cached blocks, least recently used first. Returns how many.
@@ -368,7 +469,7 @@ impl KvManager {
         self.store.evict(n)
     }
 
-    /// Forgets a namespace, or all of them. Returns how many cached blocks became free.
+    /// Forgets a namespace, or all of them, and ends its pins. Returns how many cached blocks became free.
     pub fn clear(&mut self, namespace: Option<&[u8]>) -> usize {
         let forgotten = |other: &[u8]| namespace.is_none_or(|namespace| namespace == other);
         for sequence in self.sequences.values_mut() {
@@ -377,11 +478,73 @@ impl KvManager {
                 .take()
                 .filter(|namespace| !forgotten(namespace));
         }
-        self.leaders
-            .retain(|leader| self.sequences[leader].namespace.is_some());
+        let sequences = &self.sequences;
+        self.leaders.retain(|&leader| {
+            sequences
+                .get(leader)
+                .is_ok_and(|leader| leader.namespace.is_some())
+        });
         let free = self.store.pool.free();
-        self.store.tree.clear(&mut self.store.pool, namespace);
+        self.store.clear(namespace);
         self.store.pool.free() - free
+    }
+
+    /// Keeps the cached whole blocks of a prompt from being evicted, as many as the budget of pins allows, until the
+    /// time is `ttl` later than now; without it until [`KvManager::unpin`].
+    pub fn pin(&mut self, tokens: &[TokenId], scope: Scope<'_>, ttl: Option<u64>) -> Result<Pin> {
+        check_media(scope.media, tokens.len())?;
+        if self.store.pins.budget() == 0 {
+            let problem = "it is 0: a manager that pins is made with a budget of blocks for it";
+            return Err(Error::invalid("pin_budget", problem));
+        }
+        if ttl == Some(0) {
+            return Err(Error::invalid("ttl", "got 0, expected at least 1"));
+        }
+        let ends = ttl.map_or(NEVER, |ttl| self.clock.now.saturating_add(ttl));
+        let (id, blocks) = self.store.pin(tokens, scope, ends);
+        Ok(Pin {
+            id,
+            tokens: blocks * self.block_size,
+            partial: blocks < tokens.len() / self.block_size,
+        })
+    }
+
+    /// Ends a pin; false if it has ended already, or never was.
+    pub fn unpin(&mut self, id: u64) -> bool {
+        self.store.unpin(id)
+    }
+
+    /// The logical time: sequences admitted so far, or what [`KvManager::set_time`] said last.
+    pub fn time(&self) -> u64 {
+        self.clock.now
+    }
+
+    /// Sets the logical time, which from now on is the caller's to count. Pins whose time has come end.
+    pub fn set_time(&mut self, now: u64) -> Result<()> {
+        if now < self.clock.now {
+            let problem = format!("got {now}, expected at least {}", self.clock.now);
+            return Err(Error::invalid("now", problem));
+        }
+        self.clock = Clock {
+            now,
+            set_by_owner: true,
+        };
+        self.store.expire_pins(now);
+        Ok(())
+    }
+
+    /// The events since the last call, oldest first; a gap in their numbers is what the buffer could not keep.
+    pub fn events(&mut self) -> Vec<Event> {
+        let log = self.store.tree.log.as_mut();
+        log.map(|log| log.take()).unwrap_or_default()
+    }
+
+    /// All that can be found now, and the number of the next event, in one act.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        self.store.tree.snapshot().ok_or_else(|| {
+            let problem = "it is 0: a manager that tells events is made with a buffer for them";
+            Error::invalid("event_capacity", problem)
+        })
     }
 
     /// All counters at once.
@@ -393,10 +556,14 @@ impl KvManager {
             cached_blocks: pool.cached(),
             held_blocks: pool.held(),
             max_held_blocks: pool.max_held(),
+            pinned_blocks: self.store.pins.num_blocks(),
             sequences: self.sequences.len(),
             query_tokens: self.query_tokens,
             hit_tokens: self.hit_tokens,
+            partial_hit_tokens: self.partial_hit_tokens,
+            stored_blocks: self.store.tree.stored(),
             evicted_blocks: self.store.evicted,
+            dropped_events: self.store.tree.log.as_ref().map_or(0, |log| log.dropped()),
         }
     }
 
@@ -405,34 +572,29 @@ impl KvManager {
         self.store.tree.eviction_visits()
     }
 
-    fn get(&self, id: SequenceId) -> Result<&Sequence> {
-        self.sequences.get(&id).ok_or(Error::UnknownSequence(id))
-    }
-
     fn check_new(&self, id: SequenceId, argument: &'static str) -> Result<()> {
-        if self.sequences.contains_key(&id) {
-            return Err(Error::invalid(
-                argument,
-                format!("sequence {id} is live already"),
-            ));
+        if self.sequences.contains(id) {
+            let problem = format!("sequence {id} is live already");
+            return Err(Error::invalid(argument, problem));
         }
         Ok(())
     }
 
     /// The live sequence whose prompt shares most whole blocks with this one, and how many tokens those are.
-    fn leader_of(&self, tokens: &[TokenId], namespace: &[u8]) -> Option<(SequenceId, usize)> {
+    fn leader_of(&self, tokens: &[TokenId], scope: Scope<'_>) -> Option<(SequenceId, usize)> {
         let mut best = None;
         let mut most = (0, 0);
         for &id in &self.leaders {
-            let leader = &self.sequences[&id];
-            if leader.namespace.as_deref() != Some(namespace) {
+            let Ok(leader) = self.sequences.get(id) else {
+                continue;
+            };
+            if leader.namespace.as_deref() != Some(scope.namespace) {
                 continue;
             }
             let prompt = &leader.known[..whole(leader.prompt, self.block_size)];
-            let shared = whole(
-                common_prefix(cacheable(tokens, self.block_size), prompt),
-                self.block_size,
-            );
+            let common = common_prefix(cacheable(tokens), prompt);
+            let common = common.min(common_media(scope.media, &leader.media, 0));
+            let shared = whole(common, self.block_size);
             // Of equals the one that is furthest along, then the oldest.
             if shared > 0 && (shared, leader.committed) > most {
                 most = (shared, leader.committed);
@@ -443,9 +605,14 @@ impl KvManager {
     }
 }
 
-fn live(
-    sequences: &mut HashMap<SequenceId, Sequence, FixedState>,
-    id: SequenceId,
-) -> Result<&mut Sequence> {
-    sequences.get_mut(&id).ok_or(Error::UnknownSequence(id))
+/// A media span is kept whole, or not at all.
+fn check_cut(sequence: &Sequence, n: usize, argument: &'static str) -> Result<()> {
+    match sequence.span_across(n) {
+        Some(span) => {
+            let (start, end) = (span.start, span.end());
+            let problem = format!("{n} tokens end inside the media span of {start} to {end}");
+            Err(Error::invalid(argument, problem))
+        }
+        None => Ok(()),
+    }
 }

@@ -48,6 +48,10 @@ impl<T> Slab<T> {
         let pairs = keys.zip(&self.values);
         pairs.filter_map(|(key, value)| Some((key, value.as_ref()?)))
     }
+
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.values.iter_mut().flatten()
+    }
 }
 
 impl<T> Index<Key> for Slab<T> {

@@ -3,19 +3,29 @@
 //! Knows blocks and paths of blocks, not sequences. Every path given here is a block table or its end: block
 //! ids in order of position, those in the tree first.
 
-use crate::block::{BlockCopy, BlockId, TokenId};
+use crate::block::{BlockCopy, BlockId, Scope, TokenId};
 use crate::error::{Error, Result};
+use crate::pins::Pins;
 use crate::pool::BlockPool;
 use crate::radix::RadixTree;
 
 #[derive(Debug)]
 pub(crate) struct BlockStore {
+    pub(crate) block_size: usize,
     pub(crate) pool: BlockPool,
     pub(crate) tree: RadixTree,
     /// Copies not yet handed out. A source has a reference of its own until then, so it cannot become a
     /// destination; destinations are unique because each was free when it was taken.
     pub(crate) owed: Vec<BlockCopy>,
+    pub(crate) pins: Pins,
     pub(crate) evicted: u64,
+}
+
+/// A prefix hit: its blocks, and how many tokens it covers. The last block may be hit in part.
+#[derive(Debug, Default)]
+pub(crate) struct Hit {
+    pub(crate) path: Vec<BlockId>,
+    pub(crate) tokens: usize,
 }
 
 impl BlockStore {
@@ -44,16 +54,86 @@ impl BlockStore {
         evicted
     }
 
-    /// Finds the longest cached prefix and holds it. Returns its blocks.
-    pub(crate) fn hold_prefix(&mut self, namespace: &[u8], tokens: &[TokenId]) -> Vec<BlockId> {
+    /// Takes a block out of the tree that one sequence has, if that is all that keeps it from being written.
+    ///
+    /// Everything else that can be evicted goes first: only then nothing in the tree depends on the block.
+    pub(crate) fn take_over(&mut self, block: BlockId) {
+        self.evict(self.pool.cached());
+        self.tree.withdraw(&mut self.pool, block);
+        self.evicted += 1;
+    }
+
+    /// Whether [`BlockStore::take_over`] is possible: whoever depends on the block has a reference to it, too.
+    pub(crate) fn can_take_over(&self, block: BlockId) -> bool {
+        self.pool.references(block) == 1 && self.pool.is_findable(block)
+    }
+
+    /// Tokens that a prompt hits.
+    pub(crate) fn count_hit(&self, tokens: &[TokenId], scope: Scope<'_>) -> usize {
+        let matched = self.tree.find(tokens, scope, |_| ());
+        let partial = self.tree.find_partial(matched, tokens, scope.media);
+        matched.blocks * self.block_size + partial.map_or(0, |(_, tokens)| tokens)
+    }
+
+    /// The blocks of all whole blocks that are cached.
+    pub(crate) fn find(&self, tokens: &[TokenId], scope: Scope<'_>) -> Vec<BlockId> {
         let mut path = Vec::new();
         self.tree
-            .find(namespace, tokens, |run| path.extend_from_slice(run));
+            .find(tokens, scope, |run| path.extend_from_slice(run));
+        path
+    }
+
+    /// Finds the longest cached prefix and holds it.
+    pub(crate) fn hold_hit(&mut self, tokens: &[TokenId], scope: Scope<'_>) -> Hit {
+        let mut path = Vec::new();
+        let matched = self
+            .tree
+            .find(tokens, scope, |run| path.extend_from_slice(run));
+        let mut hit = matched.blocks * self.block_size;
+        if let Some((block, tokens)) = self.tree.find_partial(matched, tokens, scope.media) {
+            path.push(block);
+            hit += tokens;
+        }
+        self.hold(&path);
+        Hit { path, tokens: hit }
+    }
+
+    /// Holds a path of the tree from its root down.
+    fn hold(&mut self, path: &[BlockId]) {
         if let Some(&tail) = path.last() {
             self.tree.on_held(tail);
-            self.share(&path);
+            self.share(path);
         }
-        path
+    }
+
+    /// Pins what is cached of a prompt's whole blocks and affordable. Returns the pin's id and its blocks' number.
+    pub(crate) fn pin(&mut self, tokens: &[TokenId], scope: Scope<'_>, ends: u64) -> (u64, usize) {
+        let mut path = self.find(tokens, scope);
+        path.truncate(self.pins.affordable(&path));
+        self.hold(&path);
+        let blocks = path.len();
+        (self.pins.add(scope.namespace, path, ends), blocks)
+    }
+
+    pub(crate) fn unpin(&mut self, id: u64) -> bool {
+        let path = self.pins.remove(id);
+        self.unhold(path.as_deref().unwrap_or_default());
+        path.is_some()
+    }
+
+    /// Ends the pins whose time has come.
+    pub(crate) fn expire_pins(&mut self, now: u64) {
+        while let Some(id) = self.pins.expired(now) {
+            self.unpin(id);
+        }
+    }
+
+    /// Forgets a namespace, or all of them, and their pins.
+    pub(crate) fn clear(&mut self, namespace: Option<&[u8]>) {
+        for id in self.pins.of(namespace) {
+            self.unpin(id);
+        }
+        self.tree.clear(&mut self.pool, namespace);
     }
 
     /// Adds a reference to blocks that are held already.

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use leafkv_core::{KvManager, TokenId};
+use leafkv_core::{Config, KvManager, TokenId};
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 
@@ -32,7 +32,9 @@ fn live() -> usize {
 }
 
 fn run(manager: &mut KvManager, id: u64, tokens: &[TokenId]) {
-    manager.begin(id, tokens.to_vec(), b"tenant").unwrap();
+    manager
+        .begin(id, tokens.to_vec(), b"tenant".into())
+        .unwrap();
     manager
         .grow(id, tokens.len() - manager.num_committed(id).unwrap())
         .unwrap();
@@ -49,7 +51,7 @@ fn memory_follows_the_content() {
 
     // A long prefix, split by 10,000 others at every token. From its start on: if the halves of a split kept the
     // buffer of the whole, this order would keep them all.
-    let mut manager = KvManager::new(30_000, BLOCK, true).unwrap();
+    let mut manager = KvManager::new(Config::new(30_000, BLOCK)).unwrap();
     run(&mut manager, 0, &shared);
     for len in 0..10_000 {
         let own = 1_000_000 + len as TokenId;
@@ -71,8 +73,10 @@ fn memory_follows_the_content() {
         for round in rounds {
             let namespace = round.to_le_bytes();
             let tokens = vec![round as TokenId; 9];
-            manager.begin(round, tokens.clone(), &namespace).unwrap();
-            assert!(manager.begin(round, tokens, &namespace).is_err());
+            manager
+                .begin(round, tokens.clone(), namespace[..].into())
+                .unwrap();
+            assert!(manager.begin(round, tokens, namespace[..].into()).is_err());
             manager.grow(round, 9).unwrap();
             manager.commit(round, round as usize % 10, &[]).unwrap();
             manager.fork(round, u64::MAX).unwrap();
@@ -92,9 +96,11 @@ fn memory_follows_the_content() {
     assert_eq!(live(), before);
 
     for _ in 0..1_000 {
-        let mut manager = KvManager::new(64, BLOCK, true).unwrap();
+        let mut manager = KvManager::new(Config::new(64, BLOCK)).unwrap();
         run(&mut manager, 0, &shared[..100]);
-        manager.begin(1, shared[..50].to_vec(), b"tenant").unwrap();
+        manager
+            .begin(1, shared[..50].to_vec(), b"tenant".into())
+            .unwrap();
         manager.fork(1, 2).unwrap();
     }
     assert_eq!(live(), before);

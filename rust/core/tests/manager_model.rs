@@ -11,7 +11,9 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use leafkv_core::{Admission, BlockId, Error, KvManager, SequenceId, Stats, TokenId, hash_block};
+use leafkv_core::{
+    Admission, BlockId, Config as Setup, Error, KvManager, SequenceId, Stats, TokenId, hash_block,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
@@ -266,6 +268,10 @@ impl Model {
             query_tokens: self.query_tokens as u64,
             hit_tokens: self.hit_tokens as u64,
             evicted_blocks: self.evicted as u64,
+            pinned_blocks: 0,
+            partial_hit_tokens: 0,
+            dropped_events: 0,
+            stored_blocks: 0,
         }
     }
 }
@@ -354,7 +360,9 @@ impl World {
         tokens: &[TokenId],
         namespace: u8,
     ) -> Result<(), TestCaseError> {
-        let result = self.manager.begin(id, tokens.to_vec(), &bytes(namespace));
+        let result = self
+            .manager
+            .begin(id, tokens.to_vec(), (&bytes(namespace)).into());
         let model = &mut self.model;
         let size = model.block_size;
         if model.sequences.contains_key(&id) {
@@ -754,7 +762,13 @@ impl World {
         let Self { manager, model, .. } = self;
         prop_assert_eq!(manager.check_invariants(), Ok(()));
         model.max_held = model.max_held.max(model.held());
-        prop_assert_eq!(manager.stats(), model.stats());
+        prop_assert_eq!(
+            Stats {
+                stored_blocks: 0,
+                ..manager.stats()
+            },
+            model.stats()
+        );
         prop_assert_eq!(
             manager.allocatable_blocks(),
             model.num_blocks - model.held()
@@ -762,8 +776,8 @@ impl World {
         for ((namespace, prefix), cached) in &model.cached {
             let longer: Vec<TokenId> = prefix.iter().copied().chain([0]).collect();
             prop_assert_eq!(
-                manager.lookup(&longer, &bytes(*namespace)),
-                prefix.len(),
+                manager.lookup(&longer, (&bytes(*namespace)).into()),
+                Ok(prefix.len()),
                 "{:?} is cached",
                 prefix
             );
@@ -857,12 +871,17 @@ fn the_manager_does_what_the_model_does() {
         |((num_blocks, block_size, caching, collide), operations)| {
             // Where all hashes are equal, only comparing the tokens tells blocks apart.
             let hash = if collide {
-                |_, _: &[TokenId]| 0
+                |_, _: &[TokenId], _: &[leafkv_core::Media]| 0
             } else {
                 hash_block
             };
             let mut world = World {
-                manager: KvManager::with_hash(num_blocks, block_size, caching, hash).unwrap(),
+                manager: KvManager::new(Setup {
+                    prefix_caching: caching,
+                    hash,
+                    ..Setup::new(num_blocks, block_size)
+                })
+                .unwrap(),
                 model: Model::new(num_blocks, block_size, caching),
                 seen: Seen::new(),
             };

@@ -1,11 +1,11 @@
 //! What went wrong in engines of this kind, as stories with one ending each.
 
-use leafkv_core::{Admission, BlockId, Error, KvManager, SequenceId, TokenId};
+use leafkv_core::{Admission, BlockId, Config, Error, KvManager, Scope, SequenceId, TokenId};
 
 const READY_COLD: Admission = Admission::Ready { cached_tokens: 0 };
 
 fn manager(num_blocks: usize, block_size: usize) -> KvManager {
-    KvManager::new(num_blocks, block_size, true).unwrap()
+    KvManager::new(Config::new(num_blocks, block_size)).unwrap()
 }
 
 /// A prompt that shares nothing with another seed's.
@@ -14,8 +14,14 @@ fn prompt(seed: usize, len: usize) -> Vec<TokenId> {
     tokens.collect()
 }
 
+fn lookup(manager: &KvManager, tokens: &[TokenId], namespace: &[u8]) -> usize {
+    manager.lookup(tokens, namespace.into()).unwrap()
+}
+
 fn begin(manager: &mut KvManager, id: SequenceId, tokens: &[TokenId]) -> Admission {
-    manager.begin(id, tokens.to_vec(), b"").unwrap()
+    manager
+        .begin(id, tokens.to_vec(), Scope::default())
+        .unwrap()
 }
 
 /// Computes the tokens from the last committed one on, in one step.
@@ -68,7 +74,11 @@ fn forks_give_every_block_back_once() {
 #[test]
 fn no_block_is_lost_whatever_the_length() {
     for caching in [false, true] {
-        let mut manager = KvManager::new(32, 8, caching).unwrap();
+        let mut manager = KvManager::new(Config {
+            prefix_caching: caching,
+            ..Config::new(32, 8)
+        })
+        .unwrap();
         for round in 0..2_000 {
             let tokens = prompt(round % 70, 1 + round % 37);
             run(&mut manager, round as SequenceId, &tokens);
@@ -80,12 +90,16 @@ fn no_block_is_lost_whatever_the_length() {
 
 #[test]
 fn equal_hashes_never_make_equal_blocks() {
-    let mut manager = KvManager::with_hash(64, 4, true, |_, _| 0).unwrap();
+    let mut manager = KvManager::new(Config {
+        hash: |_, _, _| 0,
+        ..Config::new(64, 4)
+    })
+    .unwrap();
     for seed in 0..8 {
         assert_eq!(run(&mut manager, 0, &prompt(seed, 9)), 0);
     }
     for seed in 0..8 {
-        assert_eq!(manager.lookup(&prompt(seed, 9), b""), 8);
+        assert_eq!(lookup(&manager, &prompt(seed, 9), b""), 8);
     }
     assert_eq!(manager.evict(64), 16);
     assert_drained(&manager);
@@ -96,8 +110,8 @@ fn a_block_is_known_by_all_that_comes_before_it() {
     let mut manager = manager(64, 4);
     // The same last block and the same length, after another first block.
     run(&mut manager, 0, &[1, 1, 1, 1, 5, 5, 5, 5, 9]);
-    assert_eq!(manager.lookup(&[2, 2, 2, 2, 5, 5, 5, 5, 9], b""), 0);
-    assert_eq!(manager.lookup(&[5, 5, 5, 5, 9], b""), 0);
+    assert_eq!(lookup(&manager, &[2, 2, 2, 2, 5, 5, 5, 5, 9], b""), 0);
+    assert_eq!(lookup(&manager, &[5, 5, 5, 5, 9], b""), 0);
 }
 
 #[test]
@@ -106,16 +120,19 @@ fn namespaces_share_nothing() {
     let tokens = prompt(0, 9);
     run(&mut manager, 0, &tokens);
     for other in [&b"\0"[..], b"a", b"\0\0", b"model/adapter"] {
-        assert_eq!(manager.lookup(&tokens, other), 0);
-        assert_eq!(manager.begin(1, tokens.clone(), other), Ok(READY_COLD));
+        assert_eq!(lookup(&manager, &tokens, other), 0);
+        assert_eq!(
+            manager.begin(1, tokens.clone(), other.into()),
+            Ok(READY_COLD)
+        );
         compute(&mut manager, 1, 9, &[]);
         manager.release(1).unwrap();
-        assert_eq!(manager.lookup(&tokens, other), 8);
+        assert_eq!(lookup(&manager, &tokens, other), 8);
     }
     assert_eq!(manager.clear(Some(b"a")), 2);
     assert_eq!(manager.clear(Some(b"a")), 0);
-    assert_eq!(manager.lookup(&tokens, b"a"), 0);
-    assert_eq!(manager.lookup(&tokens, b"\0"), 8);
+    assert_eq!(lookup(&manager, &tokens, b"a"), 0);
+    assert_eq!(lookup(&manager, &tokens, b"\0"), 8);
     assert_eq!(manager.clear(None), 8);
     assert_drained(&manager);
 }
@@ -131,7 +148,7 @@ fn who_lives_through_a_clear_goes_on_alone() {
     // It neither leads, nor shares what it computes from now on.
     assert_eq!(begin(&mut manager, 1, &tokens), READY_COLD);
     compute(&mut manager, 0, 12, &[]);
-    assert_eq!(manager.lookup(&tokens, b""), 0);
+    assert_eq!(lookup(&manager, &tokens, b""), 0);
     manager.fork(0, 2).unwrap();
     manager.release(0).unwrap();
     manager.release(2).unwrap();
@@ -139,7 +156,7 @@ fn who_lives_through_a_clear_goes_on_alone() {
     // Who came after is as everybody else.
     compute(&mut manager, 1, 12, &[]);
     manager.release(1).unwrap();
-    assert_eq!(manager.lookup(&tokens, b""), 8);
+    assert_eq!(lookup(&manager, &tokens, b""), 8);
 }
 
 #[test]
@@ -148,7 +165,7 @@ fn a_recycled_block_is_not_found_under_its_old_name() {
     let (p, q) = (prompt(0, 16), prompt(1, 16));
     run(&mut manager, 0, &p);
     run(&mut manager, 0, &q);
-    assert_eq!(manager.lookup(&p, b""), 0);
+    assert_eq!(lookup(&manager, &p, b""), 0);
     assert_eq!(run(&mut manager, 0, &p), 0);
     assert_eq!(run(&mut manager, 0, &p), 12);
     assert!(manager.stats().cached_blocks <= 4);
@@ -164,7 +181,7 @@ fn what_was_not_committed_is_not_cached() {
         manager.commit(0, committed, &[]).unwrap();
         manager.release(0).unwrap();
         assert_eq!(manager.stats().cached_blocks, committed / 4);
-        assert_eq!(manager.lookup(&tokens, b""), (committed / 4 * 4).min(12));
+        assert_eq!(lookup(&manager, &tokens, b""), (committed / 4 * 4).min(12));
         assert_drained(&manager);
     }
 }
@@ -218,11 +235,11 @@ fn a_request_never_evicts_its_own_prefix() {
     let mut tokens = prompt(0, 16);
     tokens.extend(prompt(9, 8));
     assert_eq!(run(&mut manager, 0, &tokens), 16);
-    assert_eq!(manager.lookup(&tokens, b""), 20);
+    assert_eq!(lookup(&manager, &tokens, b""), 20);
     assert_eq!(manager.stats().evicted_blocks, 2);
     // The tail of the least recently used one went.
-    assert_eq!(manager.lookup(&prompt(1, 17), b""), 8);
-    assert_eq!(manager.lookup(&prompt(2, 17), b""), 16);
+    assert_eq!(lookup(&manager, &prompt(1, 17), b""), 8);
+    assert_eq!(lookup(&manager, &prompt(2, 17), b""), 16);
 }
 
 #[test]
@@ -237,7 +254,7 @@ fn the_cache_makes_room_for_a_request_of_the_whole_pool() {
     );
     run(&mut manager, 0, &prompt(9, 64));
     assert_eq!(manager.stats().evicted_blocks, 16);
-    let too_long = manager.begin(0, prompt(9, 65), b"");
+    let too_long = manager.begin(0, prompt(9, 65), Scope::default());
     assert!(matches!(
         too_long,
         Err(Error::InvalidArgument {
@@ -309,10 +326,10 @@ fn branches_part_and_never_see_each_other() {
     for branch in 0..3 {
         let mut tokens = prompt(0, 6);
         tokens.extend([7, branch, 0]);
-        assert_eq!(manager.lookup(&tokens, b""), 8);
+        assert_eq!(lookup(&manager, &tokens, b""), 8);
     }
     assert_eq!(
-        manager.lookup(&[&prompt(0, 6)[..], &[7, 3, 0]].concat(), b""),
+        lookup(&manager, &[&prompt(0, 6)[..], &[7, 3, 0]].concat(), b""),
         4
     );
 }
@@ -329,7 +346,7 @@ fn drafts_never_enter_the_tree() {
     compute(&mut manager, 0, 9, &[60, 61]);
     let mut tokens = prompt(0, 5);
     tokens.extend([50, 51, 60, 61]);
-    assert_eq!(manager.lookup(&tokens, b""), 8);
+    assert_eq!(lookup(&manager, &tokens, b""), 8);
     manager.check_invariants().unwrap();
 }
 
@@ -392,11 +409,15 @@ fn eviction_work(leaves: usize) -> (u64, u64) {
         run(&mut manager, 0, &tokens(seed));
         // The oldest goes, tail first, and nothing else does.
         assert_eq!(
-            manager.lookup(&[&tokens(seed - leaves)[..], &[0]].concat(), b""),
+            lookup(&manager, &[&tokens(seed - leaves)[..], &[0]].concat(), b""),
             4
         );
         assert_eq!(
-            manager.lookup(&[&tokens(seed - leaves + 1)[..], &[0]].concat(), b""),
+            lookup(
+                &manager,
+                &[&tokens(seed - leaves + 1)[..], &[0]].concat(),
+                b""
+            ),
             12
         );
     }
@@ -422,7 +443,7 @@ fn arguments_are_refused_by_name() {
         (1 << 31, 1, "num_blocks"),
         (1, 0, "block_size"),
     ] {
-        let error = KvManager::new(num_blocks, block_size, true).unwrap_err();
+        let error = KvManager::new(Config::new(num_blocks, block_size)).unwrap_err();
         assert!(error.to_string().starts_with(name), "{error}");
     }
     let mut manager = manager(4, 4);

@@ -1,0 +1,169 @@
+//! One call for all sequences of a step.
+//!
+//! Each is checked before anything changes; a sequence that only lacks blocks keeps nobody else from growing.
+
+use crate::block::{BlockId, SequenceId, TokenId};
+use crate::error::{Error, Result};
+use crate::manager::KvManager;
+
+/// Where block tables are written: a row a sequence, kept from step to step by the caller.
+pub trait Rows {
+    /// The stamp of the last writing to this row, as [`Rows::write`] got it; 0: not known what is in it.
+    fn stamp(&self, row: usize) -> u64;
+
+    /// Writes the entries from `column` on, and notes the stamp.
+    fn write(&mut self, row: usize, column: usize, blocks: &[BlockId], stamp: u64);
+}
+
+impl KvManager {
+    /// Reserves slots for `counts[i]` more tokens of each sequence, in the given order, each all or nothing.
+    ///
+    /// `lacking` gets the blocks that each lacked: 0 where it grew, otherwise that sequence is as before.
+    pub fn grow_many(
+        &mut self,
+        ids: &[SequenceId],
+        counts: &[usize],
+        lacking: &mut Vec<usize>,
+    ) -> Result<()> {
+        expect_one_each("counts", counts.len(), ids)?;
+        let keys = self.sequences.distinct_keys(ids)?;
+        lacking.clear();
+        for (key, &n) in keys.into_iter().zip(counts) {
+            lacking.push(match self.grow_one(key, n) {
+                Err(Error::OutOfBlocks {
+                    needed,
+                    allocatable,
+                }) => needed - allocatable,
+                other => other.map(|()| 0)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// The KV of the next `counts[i]` tokens of each sequence is written; `new_counts[i]` of `new_tokens`, which
+    /// follow each other, continue its known tokens. See [`KvManager::commit`].
+    pub fn commit_many(
+        &mut self,
+        ids: &[SequenceId],
+        counts: &[usize],
+        new_tokens: &[TokenId],
+        new_counts: &[usize],
+    ) -> Result<()> {
+        expect_one_each("counts", counts.len(), ids)?;
+        expect_one_each("new_counts", new_counts.len(), ids)?;
+        let given = new_counts
+            .iter()
+            .fold(0, |sum: usize, &n| sum.saturating_add(n));
+        if given != new_tokens.len() {
+            let problem = format!(
+                "they sum to {given}, expected the {} new tokens",
+                new_tokens.len()
+            );
+            return Err(Error::invalid("new_counts", problem));
+        }
+        let keys = self.sequences.distinct_keys(ids)?;
+        let mut totals = Vec::with_capacity(ids.len());
+        for (index, &key) in keys.iter().enumerate() {
+            let total = self.sequences[key].committed.saturating_add(counts[index]);
+            let checked = self.check_commit(key, total, new_counts[index]);
+            checked.map_err(|(argument, problem)| {
+                let argument = match argument {
+                    Some("seq_id") => "seq_ids",
+                    Some(other) => other,
+                    None => "counts",
+                };
+                let id = ids[index];
+                Error::invalid(argument, format!("item {index}, sequence {id}: {problem}"))
+            })?;
+            totals.push(total);
+        }
+        let mut new_tokens = new_tokens;
+        for (index, key) in keys.into_iter().enumerate() {
+            let (mine, others) = new_tokens.split_at(new_counts[index]);
+            self.commit_one(ids[index], key, totals[index], mine);
+            new_tokens = others;
+        }
+        Ok(())
+    }
+
+    /// Brings rows of `columns` entries up to date with the block tables: row `i` with that of `ids[i]`.
+    ///
+    /// A row that was last written with this very table gets only the entries that changed since; any other row is
+    /// written whole. Entries past a table are left alone.
+    pub fn update_rows(
+        &mut self,
+        ids: &[SequenceId],
+        columns: usize,
+        rows: &mut impl Rows,
+    ) -> Result<()> {
+        let mut longest = 0;
+        let keys = ids.iter().map(|&id| {
+            let key = self.sequences.key(id)?;
+            longest = longest.max(self.sequences[key].table.len());
+            Ok(key)
+        });
+        let keys = keys.collect::<Result<Vec<_>>>()?;
+        if longest > columns {
+            let problem = format!("got {columns} columns, expected at least {longest}");
+            return Err(Error::invalid("out", problem));
+        }
+        for (row, key) in keys.into_iter().enumerate() {
+            let sequence = &mut self.sequences[key];
+            let current = sequence.stamp != 0 && rows.stamp(row) == sequence.stamp;
+            let from = if current { sequence.unchanged } else { 0 };
+            if current && from == sequence.table.len() {
+                continue;
+            }
+            self.last_stamp += 1;
+            sequence.stamp = self.last_stamp;
+            sequence.unchanged = sequence.table.len();
+            rows.write(row, from, &sequence.table[from..], sequence.stamp);
+        }
+        Ok(())
+    }
+
+    /// The slots of the next `counts[i]` uncommitted tokens of each sequence, one after another, `len` in all, as
+    /// runs of following slots: `write(index of the first, its slot, how many)`.
+    pub fn slots_of(
+        &self,
+        ids: &[SequenceId],
+        counts: &[usize],
+        len: usize,
+        mut write: impl FnMut(usize, usize, usize),
+    ) -> Result<()> {
+        expect_one_each("counts", counts.len(), ids)?;
+        let mut total = 0_usize;
+        let mut keys = Vec::with_capacity(ids.len());
+        for (&id, &n) in ids.iter().zip(counts) {
+            let key = self.sequences.key(id)?;
+            self.sequences[key].check_slots(id, n)?;
+            total += n;
+            keys.push(key);
+        }
+        if total != len {
+            return Err(Error::invalid(
+                "out",
+                format!("got shape [{len}], expected [{total}]"),
+            ));
+        }
+        let mut at = 0;
+        for (key, &n) in keys.into_iter().zip(counts) {
+            for (slot, run) in self.sequences[key].slots(n, self.block_size) {
+                write(at, slot, run);
+                at += run;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn expect_one_each(argument: &'static str, got: usize, ids: &[SequenceId]) -> Result<()> {
+    if got == ids.len() {
+        return Ok(());
+    }
+    let problem = format!(
+        "got {got}, expected one for each of the {} sequences",
+        ids.len()
+    );
+    Err(Error::invalid(argument, problem))
+}
