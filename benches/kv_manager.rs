@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion};
-use leafkv_core::{Admission, KvManager, SequenceId, TokenId};
+use leafkv_core::{Admission, BlockId, Config, KvManager, Rows, Scope, SequenceId, TokenId};
 
 const BLOCK: usize = 16;
 /// Levels of the shared-prefix tree: how many children a node has, and how many tokens a child adds.
@@ -39,11 +39,11 @@ impl Tokens {
 }
 
 fn manager(num_blocks: usize) -> KvManager {
-    KvManager::new(num_blocks, BLOCK, true).expect("valid sizes")
+    KvManager::new(Config::new(num_blocks, BLOCK)).expect("valid sizes")
 }
 
 fn begin(manager: &mut KvManager, id: SequenceId, tokens: Vec<TokenId>) -> usize {
-    match manager.begin(id, tokens, b"") {
+    match manager.begin(id, tokens, Scope::default()) {
         Ok(Admission::Ready { cached_tokens }) => cached_tokens,
         other => panic!("{other:?}"),
     }
@@ -99,9 +99,9 @@ fn matching(c: &mut Criterion) {
     for edges in [1, 16] {
         // One token is always left to compute.
         let prompt = [insert_path(&mut manager, &mut tokens, edges), vec![0]].concat();
-        assert_eq!(manager.lookup(&prompt, b""), PROMPT);
+        assert_eq!(manager.lookup(&prompt, Scope::default()), Ok(PROMPT));
         group.bench_function(BenchmarkId::new("edges", edges), |b| {
-            b.iter(|| manager.lookup(black_box(&prompt), b""));
+            b.iter(|| manager.match_prefix(black_box(&prompt), Scope::default()));
         });
         group.bench_function(BenchmarkId::new("begin_release", edges), |b| {
             b.iter_batched(
@@ -119,7 +119,7 @@ fn matching(c: &mut Criterion) {
     group.bench_function("random_leaf", |b| {
         b.iter_batched_ref(
             || prompts[order.next() as usize % LEAVES].clone(),
-            |prompt| manager.lookup(prompt, b""),
+            |prompt| manager.match_prefix(prompt, Scope::default()),
             criterion::BatchSize::PerIteration,
         );
     });
@@ -232,10 +232,106 @@ fn evicting(c: &mut Criterion) {
     group.finish();
 }
 
+/// Block tables, a row of `COLUMNS` entries a sequence, kept from step to step.
+struct TableRows {
+    entries: Vec<BlockId>,
+    stamps: Vec<u64>,
+}
+
+const RUNNING: usize = 256;
+const CONTEXT: usize = 1_024;
+const STEPS: usize = 64;
+const COLUMNS: usize = 2 * CONTEXT / BLOCK;
+
+impl Rows for TableRows {
+    fn stamp(&self, row: usize) -> u64 {
+        self.stamps[row]
+    }
+
+    fn write(&mut self, row: usize, column: usize, blocks: &[BlockId], stamp: u64) {
+        let at = row * COLUMNS + column;
+        self.entries[at..at + blocks.len()].copy_from_slice(blocks);
+        self.stamps[row] = stamp;
+    }
+}
+
+/// 256 sequences of about 1,024 tokens, each with one more token reserved.
+struct Decoding {
+    manager: KvManager,
+    ids: Vec<SequenceId>,
+    ones: Vec<usize>,
+    new_tokens: Vec<TokenId>,
+    lacking: Vec<usize>,
+    rows: TableRows,
+    slots: Vec<i64>,
+}
+
+impl Decoding {
+    fn new(tokens: &mut Tokens) -> Self {
+        let mut manager = manager(RUNNING * COLUMNS);
+        let ids: Vec<_> = (0..RUNNING as SequenceId).collect();
+        for &id in &ids {
+            // Staggered: in every step another sixteenth begins a block.
+            let n = CONTEXT - STEPS / 2 + id as usize % BLOCK;
+            begin(&mut manager, id, tokens.take(n));
+            manager.grow(id, n).expect("room");
+            manager.commit(id, n, &[]).expect("reserved");
+            manager.grow(id, 1).expect("room");
+        }
+        let mut decoding = Self {
+            manager,
+            ids,
+            ones: vec![1; RUNNING],
+            new_tokens: tokens.take(RUNNING),
+            lacking: Vec::new(),
+            rows: TableRows {
+                entries: vec![0; RUNNING * COLUMNS],
+                stamps: vec![0; RUNNING],
+            },
+            slots: vec![0; RUNNING],
+        };
+        decoding.step();
+        decoding
+    }
+
+    /// The bookkeeping between two runs of the model.
+    fn step(&mut self) {
+        let (manager, ids, ones) = (&mut self.manager, &self.ids, &self.ones);
+        let committed = manager.commit_many(ids, ones, &self.new_tokens, ones);
+        committed.expect("reserved");
+        let grown = manager.grow_many(ids, ones, &mut self.lacking);
+        grown.expect("room");
+        black_box(manager.copies());
+        let updated = manager.update_rows(ids, COLUMNS, &mut self.rows);
+        updated.expect("wide enough");
+        let written = manager.slots_of(ids, ones, RUNNING, |at, slot, n| {
+            for i in 0..n {
+                self.slots[at + i] = (slot + i) as i64;
+            }
+        });
+        written.expect("reserved");
+    }
+}
+
+fn decoding(c: &mut Criterion) {
+    let mut tokens = Tokens(1);
+    c.bench_function("decode/step", |b| {
+        b.iter_custom(|iterations| {
+            timed(
+                iterations,
+                STEPS,
+                || Decoding::new(&mut tokens),
+                |decoding| time(|| decoding.step()),
+            )
+        });
+    });
+}
+
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     matching(&mut criterion);
     inserting(&mut criterion);
     evicting(&mut criterion);
+    decoding(&mut criterion);
     criterion.final_summary();
 }
