@@ -17,6 +17,7 @@ from leafkv._core import (
     write_kv,
 )
 from leafkv.errors import (
+    EventGapError,
     InsufficientMemoryError,
     InvalidInputError,
     InvariantError,
@@ -26,7 +27,7 @@ from leafkv.errors import (
     OutOfBlocksError,
     UnknownSequenceError,
 )
-from leafkv.kv import KVCache, KVManager
+from leafkv.kv import CacheMirror, KVCache, KVManager, namespace
 
 if TYPE_CHECKING:
     from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AttentionPlan",
+    "CacheMirror",
     "CompletionOutput",
+    "EventGapError",
     "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
@@ -53,6 +56,7 @@ __all__ = [
     "__version__",
     "copy_blocks",
     "instruction_set",
+    "namespace",
     "paged_attention",
     "write_kv",
 ]

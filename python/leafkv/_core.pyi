@@ -2,18 +2,22 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
     "AttentionPlan",
+    "Event",
     "KVManager",
+    "Pin",
     "Ready",
+    "Snapshot",
     "Stats",
     "WaitFor",
     "__version__",
+    "block_digests",
     "copy_blocks",
     "instruction_set",
     "paged_attention",
@@ -22,8 +26,14 @@ __all__ = [
 
 __version__: str
 
-_TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32] | array[int]
-"""Token ids: a 1-D array of int32, int64 or uint32, an ``array.array``, or a sequence of ints, all >= 0."""
+_TokenIds: TypeAlias = NDArray[np.integer[Any]] | array[int] | Sequence[int]
+"""Token ids, 0 to 2**32 - 1: a 1-D array of any integer dtype or an ``array.array`` (fast), or a sequence of ints."""
+
+_Integers: TypeAlias = NDArray[np.integer[Any]] | array[int] | Sequence[int]
+"""Sequence ids or counts, likewise. An ``np.int64`` or ``np.uint64`` array is copied as it is."""
+
+_Media: TypeAlias = tuple[int, int, bytes]
+"""A span of placeholder tokens for one image, sound …: its start and length in tokens, and a digest of 32 bytes."""
 
 @final
 class Ready:
@@ -31,7 +41,10 @@ class Ready:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose KV is found in the prefix cache: a multiple of the block size, less than the prompt."""
+        """Tokens whose KV is found in the prefix cache.
+
+        Less than the prompt, and a multiple of the block size unless the manager has partial hits.
+        """
 
 @final
 class WaitFor:
@@ -48,22 +61,44 @@ class WaitFor:
         """How many tokens the leader must have committed: whole blocks, shared with this prompt."""
 
 @final
+class Pin:
+    """A prefix that stays cached although nobody uses it, see `KVManager.pin`."""
+
+    @property
+    def pin_id(self) -> int:
+        """What `KVManager.unpin` takes. Never given twice."""
+    @property
+    def pinned_tokens(self) -> int:
+        """Tokens that stay cached: whole blocks, from the start of the prompt."""
+    @property
+    def partial(self) -> bool:
+        """Whether that is less than all whole blocks of the prompt: the rest is not cached, or over the budget."""
+
+@final
 class Stats:
     """Counters of a `KVManager`, read at once. Counters only ever rise; blocks are as of now."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Size of the pool: ``free_blocks + cached_blocks + held_blocks``."""
     @property
-    def free_blocks(self) -> int: ...
+    def free_blocks(self) -> int:
+        """Blocks with nothing in them."""
     @property
-    def cached_blocks(self) -> int: ...
+    def cached_blocks(self) -> int:
+        """Blocks that a prefix hit can find and eviction can take."""
     @property
-    def held_blocks(self) -> int: ...
+    def held_blocks(self) -> int:
+        """Blocks of live sequences, of owed copies and of pins."""
     @property
     def max_held_blocks(self) -> int:
         """High-water mark of ``held_blocks``."""
     @property
-    def sequences(self) -> int: ...
+    def pinned_blocks(self) -> int:
+        """Different blocks that are pinned; they are held, too."""
+    @property
+    def sequences(self) -> int:
+        """Live sequences."""
     @property
     def query_tokens(self) -> int:
         """Tokens of all prompts that were begun and then given slots."""
@@ -71,7 +106,66 @@ class Stats:
     def hit_tokens(self) -> int:
         """Those of ``query_tokens`` that were found in the prefix cache."""
     @property
-    def evicted_blocks(self) -> int: ...
+    def partial_hit_tokens(self) -> int:
+        """Those of ``hit_tokens`` that were found in a part of a block, which was copied."""
+    @property
+    def stored_blocks(self) -> int:
+        """Blocks that entered the prefix cache."""
+    @property
+    def evicted_blocks(self) -> int:
+        """Blocks that left the prefix cache because their memory was needed."""
+    @property
+    def dropped_events(self) -> int:
+        """Events that were dropped because nobody took them in time."""
+
+@final
+class Event:
+    """One change of the prefix cache. Blocks are named by their digests, see `block_digests`.
+
+    * ``"stored"``: ``blocks``, each the parent of the next, can be found from now on.
+    * ``"reused"``: a prompt was served from ``blocks``, its first ones.
+    * ``"removed"``: ``blocks`` cannot be found any more; children before their parents.
+    * ``"cleared"``: nothing of ``namespace`` (of any, if it is None) can be found any more.
+
+    Every access makes a new object, so keep what is needed more than once.
+    """
+
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+    @property
+    def number(self) -> int:
+        """0, 1, 2, …: a number that is missing is an event that was dropped. In a snapshot: the snapshot's."""
+    @property
+    def kind(self) -> Literal["stored", "reused", "removed", "cleared"]:
+        """What happened."""
+    @property
+    def namespace(self) -> bytes | None:
+        """The namespace of the blocks. None: all namespaces were cleared."""
+    @property
+    def blocks(self) -> list[bytes]:
+        """The digests of the blocks, 32 bytes each."""
+    @property
+    def parent(self) -> bytes | None:
+        """Of ``"stored"``: the digest of the block before the first one. None at the start of a prompt."""
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """Of ``"stored"``: the tokens of the blocks, uint32 [len(blocks) * block_size]. Otherwise empty."""
+    @property
+    def media(self) -> list[_Media]:
+        """Of ``"stored"``: the media spans that touch the blocks, at their positions in the prompt. Otherwise empty."""
+
+@final
+class Snapshot:
+    """All that the prefix cache had at one moment."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+    @property
+    def number(self) -> int:
+        """The number of the first event after it."""
+    @property
+    def stored(self) -> list[Event]:
+        """All blocks, as events of kind ``"stored"``: parents before their children."""
 
 @final
 class KVManager:
@@ -84,31 +178,71 @@ class KVManager:
         num_blocks: Size of the pool, in blocks, 1 to 2**31 - 1.
         block_size: Tokens per block, >= 1.
         enable_prefix_caching: False keeps nothing after a sequence ends, and shares nothing.
+        partial_hits: A prefix hit may end inside a block; the tokens that it shares are copied, see `begin`.
+        pin_budget: How many different blocks `pin` may hold, less than ``num_blocks``. Prompts must fit in the others.
+        event_capacity: How many blocks the buffered `events` may name. 0: no events, at no cost.
     """
 
-    def __new__(cls, num_blocks: int, block_size: int = 16, *, enable_prefix_caching: bool = True) -> KVManager: ...
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        enable_prefix_caching: bool = True,
+        partial_hits: bool = False,
+        pin_budget: int = 0,
+        event_capacity: int = 0,
+    ) -> KVManager: ...
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Size of the pool."""
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens per block."""
     @property
     def allocatable_blocks(self) -> int:
         """Free plus evictable blocks: what admission may count on. O(1)."""
-    def lookup(self, tokens: _TokenIds, namespace: bytes = b"") -> int:
+    def lookup(self, tokens: _TokenIds, namespace: bytes = b"", media: Sequence[_Media] = ()) -> int:
         """Tokens that `begin` would find cached now. No side effects."""
-    def begin(self, seq_id: int, tokens: _TokenIds, namespace: bytes = b"") -> Ready | WaitFor:
+    def match_prefix(
+        self, tokens: _TokenIds, namespace: bytes = b"", media: Sequence[_Media] = ()
+    ) -> NDArray[np.int32]:
+        """The blocks of the longest cached prefix, int32 [blocks]: all whole blocks, be they all of ``tokens``.
+
+        No side effects: nothing keeps the blocks from being evicted, so this is for looking, not for reading KV.
+        """
+    def begin(
+        self, seq_id: int, tokens: _TokenIds, namespace: bytes = b"", media: Sequence[_Media] = ()
+    ) -> Ready | WaitFor:
         """Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
 
-        A hit is in whole blocks and leaves at least one token to compute.
+        A hit leaves at least one token to compute. It is in whole blocks, unless the manager has partial hits: then
+        it goes on into the next block, as far as a cached one begins with the same tokens. That block is shared until
+        the first `grow`, which gives the sequence its own and owes the copy, see `copies`.
+
+        Args:
+            seq_id: A name of the caller's choice, 0 to 2**64 - 1, that no live sequence has.
+            tokens: The prompt, at least one token.
+            namespace: What KV depends on besides the tokens (model, adapter, tenant): only equal ones share.
+            media: Spans ``(start, length, digest)`` of placeholder tokens, sorted, not overlapping. Two prompts are
+                the same at a position only if the spans that cover it are equal in all three.
 
         Raises:
-            InvalidInputError: ``seq_id`` is live, ``tokens`` is empty, malformed or cannot fit the pool.
+            InvalidInputError: ``seq_id`` is live, ``tokens`` is empty, malformed or cannot fit the pool, ``media`` is
+                wrong.
         """
     def grow(self, seq_id: int, n: int) -> None:
         """Reserve slots for ``n`` more tokens, all or nothing. May owe block copies, see `copies`.
 
         Raises:
             OutOfBlocksError: not enough blocks, even after eviction.
+        """
+    def grow_many(self, seq_ids: _Integers, counts: _Integers, lacking: NDArray[np.int32]) -> int:
+        """`grow` each sequence by ``counts[i]`` tokens, in this order, each all or nothing.
+
+        ``lacking``, int32 [len(seq_ids)], gets 0 for a sequence that has its slots, otherwise the blocks that it
+        lacked: it is as before. Returns how many sequences lack blocks. Nothing changes if an id is unknown or named
+        twice.
         """
     def commit(self, seq_id: int, n: int, new_tokens: _TokenIds = ()) -> None:
         """Declare that the KV of the first ``n`` tokens is written.
@@ -117,10 +251,25 @@ class KVManager:
         blocks become findable; where another sequence committed the same block first, this block table is
         re-pointed to it.
         """
+    def commit_many(
+        self,
+        seq_ids: _Integers,
+        counts: _Integers,
+        new_tokens: _TokenIds = (),
+        new_counts: _Integers | None = None,
+    ) -> None:
+        """`commit` the next ``counts[i]`` tokens of each sequence: relative to what it has committed, unlike there.
+
+        ``new_tokens`` has those of all sequences, one after another: ``new_counts[i]`` each, by default none at all,
+        or one each. Nothing changes if anything is wrong with one of them.
+        """
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start ``child_id`` with the committed tokens and blocks of ``parent_id`` (copy-on-write)."""
     def truncate(self, seq_id: int, n: int) -> None:
-        """Drop everything beyond the first ``n`` tokens: reserved slots, and committed tokens if any."""
+        """Drop everything beyond the first ``n`` tokens: reserved slots, and committed tokens if any.
+
+        A span of media is dropped as a whole: committed tokens cannot be made to end inside one.
+        """
     def release(self, seq_id: int) -> None:
         """End a sequence: finish, abort and preempt are this one act. Its full committed blocks stay cached."""
     def copies(self) -> NDArray[np.int32]:
@@ -128,12 +277,15 @@ class KVManager:
 
         Copy them, all sources read before any destination is written, before any other write of the step.
         """
-    def tables(self, seq_ids: Sequence[int], out: NDArray[np.int32]) -> None:
+    def tables(self, seq_ids: _Integers, out: NDArray[np.int32], stamps: NDArray[np.uint64] | None = None) -> None:
         """Write the block table of each sequence to a row of ``out`` [len(seq_ids), >= blocks of the longest].
 
-        Entries past a sequence's blocks keep their value.
+        Entries past a sequence's blocks keep their value. Arrays that are kept from step to step are updated in
+        place: ``stamps``, uint64 [len(seq_ids)], tells what each row contains. 0: not known. A row whose stamp is the
+        one given for this very sequence gets only the entries that changed since; any other row is written whole,
+        and gets a new stamp. Rows may be moved together with their stamps.
         """
-    def slots(self, seq_ids: Sequence[int], counts: Sequence[int], out: NDArray[np.int64]) -> None:
+    def slots(self, seq_ids: _Integers, counts: _Integers, out: NDArray[np.int64]) -> None:
         """Write the slots of the next ``counts[i]`` uncommitted tokens of each sequence, one after another.
 
         ``out`` has shape [sum(counts)]; the tokens must have been reserved by `grow`.
@@ -145,17 +297,61 @@ class KVManager:
     def evict(self, n: int) -> int:
         """Evict up to ``n`` cached blocks, least recently used first. Returns how many were evicted."""
     def clear(self, namespace: bytes | None = None) -> int:
-        """Forget a namespace (all of them if None). Returns how many cached blocks became free.
+        """Forget a namespace (all of them if None) and end its pins. Returns how many cached blocks became free.
 
         Live sequences of it go on privately and never re-enter the tree.
         """
-    def stats(self) -> Stats: ...
+    def pin(
+        self, tokens: _TokenIds, namespace: bytes = b"", media: Sequence[_Media] = (), *, ttl: int | None = None
+    ) -> Pin:
+        """Keep the cached whole blocks of ``tokens`` from being evicted: as many as ``pin_budget`` allows, in order.
+
+        Pinned blocks count as held. The pin ends by `unpin`, by `clear`, or when ``ttl`` ticks have passed, see
+        `time`. A pin of nothing is none: its id is new, and `unpin` of it is False.
+
+        Raises:
+            InvalidInputError: the manager has no ``pin_budget``, ``ttl`` is 0, or an argument is malformed.
+        """
+    def unpin(self, pin_id: int) -> bool:
+        """End a pin. False if it has ended already, or never was."""
+    @property
+    def time(self) -> int:
+        """Logical time, by which pins end: one tick per sequence that `begin` admits, or whatever `set_time` counts."""
+    def set_time(self, now: int) -> None:
+        """Set the logical time, from now on the caller's to count (in milliseconds, say). Pins whose time has come end.
+
+        Raises:
+            InvalidInputError: ``now`` is less than ``time``.
+        """
+    def events(self) -> list[Event]:
+        """What changed in the prefix cache since the last call, oldest first. Each event is handed out once.
+
+        The buffer drops the oldest events when it has to: a gap in the numbers says so, and `snapshot` repairs it.
+        Empty for ever in a manager without ``event_capacity``.
+        """
+    def snapshot(self) -> Snapshot:
+        """All that is in the prefix cache, and the number of the next event, in one act.
+
+        Raises:
+            InvalidInputError: the manager has no ``event_capacity``.
+        """
+    def stats(self) -> Stats:
+        """All counters, read at once."""
     def check_invariants(self) -> None:
         """Verify every internal invariant, at a cost linear in the pool and the tree.
 
         Raises:
             InvariantError: one is broken.
         """
+
+def block_digests(
+    tokens: _TokenIds, block_size: int, namespace: bytes = b"", media: Sequence[_Media] = ()
+) -> list[bytes]:
+    """The digests of the whole blocks of ``tokens``, 32 bytes each: names of blocks that every process agrees on.
+
+    A digest stands for the tokens up to the end of its block, the media among them, ``namespace`` and ``block_size``.
+    The format is fixed: BLAKE3 over the digest of the block before it, the tokens, and the spans that touch the block.
+    """
 
 @final
 class AttentionPlan:

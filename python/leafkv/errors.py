@@ -26,6 +26,20 @@ class UnknownSequenceError(LeafKVError, LookupError):
     """No live sequence has this id."""
 
 
+class EventGapError(LeafKVError, RuntimeError):
+    """Events of a KV manager are missing: what follows them is not known until a snapshot is loaded.
+
+    Attributes:
+        expected: number of the event that had to come.
+        got: number of the event that came.
+    """
+
+    def __init__(self, expected: int, got: int) -> None:
+        super().__init__(f"expected event {expected}, got {got}: events are missing, load a snapshot")
+        self.expected = expected
+        self.got = got
+
+
 class InvariantError(LeafKVError, AssertionError):
     """LeafKV contradicts itself: a bug in LeafKV, please report it."""
 

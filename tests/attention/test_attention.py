@@ -341,7 +341,7 @@ def test_an_index_that_resizes_an_array_is_harmless(name: str, option: str) -> N
             return 1
 
     batch = batch._replace(query=arrays["query"], keys=arrays["key_cache"], tables=arrays["block_tables"])
-    with pytest.raises(InvalidInputError, match=rf"^{name}: got 1 dimensions"):
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got .*(1 dim|shape \[0\])"):
         batch.attend(**{option: Shrink()})
 
 

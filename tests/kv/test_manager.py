@@ -1,4 +1,4 @@
-"""`KVManager` from Python: the contract end to end, what it takes as token ids, and what it refuses."""
+"""`KVManager` from Python: the contract end to end, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 import re
 import sys
 import threading
-from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,32 +13,10 @@ import pytest
 
 from leafkv import InvalidInputError, OutOfBlocksError, UnknownSequenceError
 from leafkv._core import KVManager, Ready, WaitFor
+from tests.kv.lives import assert_drained, begin, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def begin(manager: KVManager, seq_id: int, tokens: Any, namespace: bytes = b"") -> int:
-    """Begin a sequence that must be admitted; its hit."""
-    answer = manager.begin(seq_id, tokens, namespace)
-    assert isinstance(answer, Ready)
-    return answer.cached_tokens
-
-
-def run(manager: KVManager, seq_id: int, tokens: Any, namespace: bytes = b"") -> int:
-    """A whole life, prompt only; the hit."""
-    hit = begin(manager, seq_id, tokens, namespace)
-    manager.grow(seq_id, len(tokens) - hit)
-    manager.commit(seq_id, len(tokens))
-    manager.release(seq_id)
-    return hit
-
-
-def assert_drained(manager: KVManager) -> None:
-    manager.check_invariants()
-    stats = manager.stats()
-    assert (stats.sequences, stats.held_blocks) == (0, 0)
-    assert stats.free_blocks + stats.cached_blocks == stats.num_blocks == manager.allocatable_blocks
 
 
 def test_the_life_of_two_requests_with_a_common_prompt() -> None:
@@ -138,106 +114,6 @@ def test_namespaces_and_clear() -> None:
     assert [manager.lookup([1, 2, 3], namespace) for namespace in (b"a", b"b\0")] == [0, 2]
 
 
-GOOD_TOKENS = [1, 2, 3, 4, 5, 2**31 - 1, 7]
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        GOOD_TOKENS,
-        tuple(GOOD_TOKENS),
-        [np.int64(token) for token in GOOD_TOKENS],
-        array("i", GOOD_TOKENS),
-        array("q", GOOD_TOKENS),
-        array("L", GOOD_TOKENS),
-        memoryview(array("I", GOOD_TOKENS)),
-        *(np.array(GOOD_TOKENS, dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64)),
-        np.repeat(np.array(GOOD_TOKENS, np.int64), 2)[::2],
-        np.array(GOOD_TOKENS[::-1], np.int32)[::-1],
-        np.array([(0, token) for token in GOOD_TOKENS], np.dtype([("a", "i1"), ("b", "i8")]))["b"],
-    ],
-    ids=lambda tokens: type(tokens).__name__,
-)
-def test_token_ids_come_in_many_forms(tokens: Any) -> None:
-    manager = KVManager(16, 2)
-    run(manager, 0, GOOD_TOKENS)
-    assert manager.lookup(tokens) == 6
-    assert begin(manager, 1, tokens) == 6
-    manager.grow(1, 8)
-    manager.commit(1, 14, tokens)
-    assert manager.lookup([*GOOD_TOKENS, *GOOD_TOKENS, 0]) == 14
-
-
-def test_small_integer_types_and_the_largest_id() -> None:
-    manager = KVManager(16, 2)
-    run(manager, 0, [1, 2, 3, 2**32 - 1, 5])
-    for dtype in (np.uint8, np.int8, np.uint16, np.int16):
-        small: Any = np.array([1, 2, 3], dtype)
-        assert manager.lookup(small) == 2
-    assert manager.lookup(np.array([1, 2, 3, 2**32 - 1, 0], np.uint32)) == 4
-    assert manager.lookup(np.empty(0, np.int64)) == manager.lookup([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "problem"),
-    [
-        ([], "got none"),
-        ([1, -1], "item 1 is -1"),
-        ([1, 2**32], "item 1 is 4294967296"),
-        ([1, 2.0], r"item 1 is 2\.0"),
-        ([True], "item 0 is True"),
-        (["a"], "item 0 is 'a'"),
-        ([[1]], r"item 0 is \[1\]"),
-        (np.array([3, 1, -5], np.int64), "item 2 is -5"),
-        (np.array([3, -1], np.int32)[::-1], "item 0 is -1"),
-        (np.array([2**32]), "item 0 is 4294967296"),
-        (np.array([2**64 - 1], np.uint64), "item 0 is 18446744073709551615"),
-        (array("h", [1, -2]), "item 1 is -2"),
-        (np.array([1.0]), "dtype float64"),
-        (np.array([True]), "dtype bool"),
-        (np.array([1], ">i4"), "dtype >i4"),
-        (np.array([1], object), "dtype object"),
-        (np.array([1], "m8[s]"), "dtype timedelta64"),
-        (np.ones((2, 3), int), r"shape \[2, 3\]"),
-        (np.array(1), r"shape \[\]"),
-        (array("d", [1.0]), "dtype float64"),
-        ("text", "got 'text'"),
-        (b"text", "got b'text'"),
-        (bytearray(b"text"), r"got bytearray\(b'text'\)"),
-        ({1, 2}, r"got \{1, 2\}"),
-        (None, "got None"),
-        (1, "got 1"),
-        (range(100), "need 50 blocks"),
-    ],
-)
-def test_bad_token_ids_are_refused_by_name_and_position(tokens: Any, problem: str) -> None:
-    manager = KVManager(16, 2)
-    with pytest.raises(InvalidInputError, match=f"^tokens: .*{problem}"):
-        manager.begin(0, tokens)
-    assert manager.stats().sequences == 0
-    begin(manager, 0, [1])
-    manager.grow(0, 2)
-    if problem not in ("got none", "got None", "need 50 blocks"):  # Right for `commit`, or its default.
-        with pytest.raises(InvalidInputError, match=f"^new_tokens: .*{problem}"):
-            manager.commit(0, 2, tokens)
-    assert manager.num_committed(0) == 0
-
-
-def test_the_length_that_a_sequence_claims_costs_nothing() -> None:
-    class Boaster(Sequence[int]):
-        def __len__(self) -> int:
-            return 2**62
-
-        def __getitem__(self, index: Any) -> Any:
-            return [3, 4][index]
-
-    manager = KVManager(16, 2)
-    begin(manager, 0, Boaster())
-    manager.grow(0, 2)
-    manager.commit(0, 2)
-    assert manager.lookup([3, 4, 5]) == 2
-
-
 @pytest.mark.parametrize("bad", [-1, 2**64, 1.0, True, "1", None])
 def test_bad_ids_and_counts_are_refused_by_name(bad: Any) -> None:
     manager = KVManager(16, 2)
@@ -252,7 +128,7 @@ def test_bad_ids_and_counts_are_refused_by_name(bad: Any) -> None:
         "counts": lambda: manager.slots([1], [bad], np.zeros(1, np.int64)),
     }
     for name, call in calls.items():
-        with pytest.raises(InvalidInputError, match=f"^{name}: got "):
+        with pytest.raises(InvalidInputError, match=f"^{name}: (got|item 0 is) "):
             call()
     for name, arguments in {"num_blocks": (bad, 1), "block_size": (1, bad)}.items():
         if not (name == "block_size" and bad is None):
@@ -308,8 +184,8 @@ def test_out_arrays_are_checked_and_rows_may_be_slices() -> None:
     read_only.flags.writeable = False
     misaligned = np.zeros(13, np.uint8)[1:].view(np.int32).reshape(1, 3)
     bad_tables: list[tuple[Any, str]] = [
-        (np.zeros((1, 2), np.int32), r"got shape \[1, 2\], expected \[1, >= 3\]"),
-        (np.zeros((2, 3), np.int32), r"got shape \[2, 3\]"),
+        (np.zeros((1, 2), np.int32), "got 2 columns, expected at least 3"),
+        (np.zeros((2, 3), np.int32), "got 2 rows, expected one for each of the 1 sequences"),
         (np.zeros((1, 3), np.int64), "got int64"),
         (np.zeros((1, 3), np.uint32), "got uint32"),
         (np.zeros((1, 3), ">i4"), "got >i4"),

@@ -26,9 +26,10 @@ impl KvManager {
         lacking: &mut Vec<usize>,
     ) -> Result<()> {
         expect_one_each("counts", counts.len(), ids)?;
-        let keys = self.sequences.distinct_keys(ids)?;
+        self.sequences.select(ids)?;
         lacking.clear();
-        for (key, &n) in keys.into_iter().zip(counts) {
+        for (index, &n) in counts.iter().enumerate() {
+            let key = self.sequences.batch_key(index);
             lacking.push(match self.grow_one(key, n) {
                 Err(Error::OutOfBlocks {
                     needed,
@@ -61,9 +62,9 @@ impl KvManager {
             );
             return Err(Error::invalid("new_counts", problem));
         }
-        let keys = self.sequences.distinct_keys(ids)?;
-        let mut totals = Vec::with_capacity(ids.len());
-        for (index, &key) in keys.iter().enumerate() {
+        self.sequences.select(ids)?;
+        for index in 0..ids.len() {
+            let key = self.sequences.batch_key(index);
             let total = self.sequences[key].committed.saturating_add(counts[index]);
             let checked = self.check_commit(key, total, new_counts[index]);
             checked.map_err(|(argument, problem)| {
@@ -75,12 +76,13 @@ impl KvManager {
                 let id = ids[index];
                 Error::invalid(argument, format!("item {index}, sequence {id}: {problem}"))
             })?;
-            totals.push(total);
         }
         let mut new_tokens = new_tokens;
-        for (index, key) in keys.into_iter().enumerate() {
+        for (index, &id) in ids.iter().enumerate() {
+            let key = self.sequences.batch_key(index);
+            let total = self.sequences[key].committed + counts[index];
             let (mine, others) = new_tokens.split_at(new_counts[index]);
-            self.commit_one(ids[index], key, totals[index], mine);
+            self.commit_one(id, key, total, mine);
             new_tokens = others;
         }
         Ok(())
@@ -96,13 +98,9 @@ impl KvManager {
         columns: usize,
         rows: &mut impl Rows,
     ) -> Result<()> {
-        let mut longest = 0;
-        let keys = ids.iter().map(|&id| {
-            let key = self.sequences.key(id)?;
-            longest = longest.max(self.sequences[key].table.len());
-            Ok(key)
-        });
-        let keys = keys.collect::<Result<Vec<_>>>()?;
+        let keys = self.sequences.keys(ids)?.into_owned();
+        let lengths = keys.iter().map(|&key| self.sequences[key].table.len());
+        let longest = lengths.max().unwrap_or(0);
         if longest > columns {
             let problem = format!("got {columns} columns, expected at least {longest}");
             return Err(Error::invalid("out", problem));
@@ -133,12 +131,10 @@ impl KvManager {
     ) -> Result<()> {
         expect_one_each("counts", counts.len(), ids)?;
         let mut total = 0_usize;
-        let mut keys = Vec::with_capacity(ids.len());
-        for (&id, &n) in ids.iter().zip(counts) {
-            let key = self.sequences.key(id)?;
+        let keys = self.sequences.keys(ids)?;
+        for ((&id, &key), &n) in ids.iter().zip(&*keys).zip(counts) {
             self.sequences[key].check_slots(id, n)?;
             total += n;
-            keys.push(key);
         }
         if total != len {
             return Err(Error::invalid(
@@ -147,7 +143,7 @@ impl KvManager {
             ));
         }
         let mut at = 0;
-        for (key, &n) in keys.into_iter().zip(counts) {
+        for (&key, &n) in keys.iter().zip(counts) {
             for (slot, run) in self.sequences[key].slots(n, self.block_size) {
                 write(at, slot, run);
                 at += run;

@@ -78,7 +78,7 @@ pub struct Snapshot {
     pub stored: Vec<Change>,
 }
 
-/// More removed blocks than this are told in a new event.
+/// An event tells of this many removed blocks at most.
 const MAX_REMOVED: usize = 256;
 
 /// The digests of the tree's blocks, and the events that nobody has taken yet.
@@ -92,6 +92,8 @@ pub(crate) struct EventLog {
     /// Of all events in the buffer.
     weight: usize,
     next: u64,
+    /// Events before this number tell no more than they did when their call ended.
+    closed: u64,
     dropped: u64,
 }
 
@@ -104,6 +106,7 @@ impl EventLog {
             buffer: VecDeque::new(),
             weight: 0,
             next: 0,
+            closed: 0,
             dropped: 0,
         }
     }
@@ -111,6 +114,11 @@ impl EventLog {
     /// The number of the next event.
     pub(crate) fn next(&self) -> u64 {
         self.next
+    }
+
+    /// A call begins whose removals may be told together.
+    pub(crate) fn begin_removals(&mut self) {
+        self.closed = self.next;
     }
 
     /// Events that left the buffer without being taken.
@@ -172,27 +180,32 @@ impl EventLog {
         });
     }
 
-    pub(crate) fn removed(&mut self, namespace: &Arc<[u8]>, block: BlockId) {
-        let digest = self.digest(block);
-        if let Some(Event {
-            change:
-                Change::Removed {
-                    namespace: last,
+    /// The end of a path left the tree.
+    pub(crate) fn removed(&mut self, namespace: &Arc<[u8]>, path: &[BlockId]) {
+        for run in path.rchunks(MAX_REMOVED) {
+            let removed = run.iter().rev().map(|&block| self.digests[block as usize]);
+            if let Some(Event {
+                number,
+                change:
+                    Change::Removed {
+                        namespace: last,
+                        blocks,
+                    },
+            }) = self.buffer.back_mut()
+                && *number >= self.closed
+                && last == namespace
+                && blocks.len() + run.len() <= MAX_REMOVED
+            {
+                blocks.extend(removed);
+                self.weight += run.len();
+                self.trim();
+            } else {
+                let blocks = removed.collect();
+                self.push(Change::Removed {
+                    namespace: namespace.clone(),
                     blocks,
-                },
-            ..
-        }) = self.buffer.back_mut()
-            && last == namespace
-            && blocks.len() < MAX_REMOVED
-        {
-            blocks.push(digest);
-            self.weight += 1;
-            self.trim();
-        } else {
-            self.push(Change::Removed {
-                namespace: namespace.clone(),
-                blocks: vec![digest],
-            });
+                });
+            }
         }
     }
 

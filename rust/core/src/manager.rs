@@ -272,7 +272,8 @@ impl KvManager {
         let (store, size) = (&mut self.store, self.block_size);
         let sequence = &mut self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);
-        let more = reserved.div_ceil(size) - sequence.table.len();
+        let slots = sequence.table.len() * size;
+        let more = reserved.saturating_sub(slots).div_ceil(size);
         let to_write = sequence
             .partial_block(size)
             .filter(|_| reserved > sequence.committed);
@@ -286,8 +287,10 @@ impl KvManager {
             shared = None;
         }
         let needed = more.saturating_add(usize::from(shared.is_some()));
-        store.make_room(needed)?;
-        store.pool.allocate(needed, &mut sequence.table);
+        if needed > 0 {
+            store.make_room(needed)?;
+            store.pool.allocate(needed, &mut sequence.table);
+        }
         if let Some(index) = shared {
             // The block allocated last takes its place.
             let block = sequence.table.swap_remove(index);
@@ -300,10 +303,12 @@ impl KvManager {
             self.query_tokens += prompt as u64;
             self.hit_tokens += hit as u64;
             self.partial_hit_tokens += (hit % size) as u64;
+            // What truncation has dropped of the hit serves nobody.
+            let reused = hit.min(sequence.committed) / size;
             if let (Some(log), Some(namespace)) = (&mut store.tree.log, &sequence.namespace)
-                && hit >= size
+                && reused > 0
             {
-                log.reused(namespace, &sequence.table[..hit / size]);
+                log.reused(namespace, &sequence.table[..reused]);
             }
         }
         Ok(())
@@ -362,12 +367,15 @@ impl KvManager {
     ) {
         let size = self.block_size;
         let sequence = &mut self.sequences[key];
-        let led = sequence.leads(size);
         sequence.known.extend_from_slice(new_tokens);
         let from = sequence.committed / size;
-        if from < n / size
-            && let Some(namespace) = sequence.namespace.as_deref()
-        {
+        if n / size == from {
+            // Most commits of a decoding sequence: no block is whole now that was not.
+            sequence.committed = n;
+            return;
+        }
+        let led = sequence.leads(size);
+        if let Some(namespace) = sequence.namespace.as_deref() {
             let BlockStore { pool, tree, .. } = &mut self.store;
             let media = &sequence.media;
             let scope = Scope { namespace, media };

@@ -22,7 +22,7 @@ pub(crate) struct Sequence {
     pub(crate) stamp: u64,
     /// Entries of the table that are as they were written then.
     pub(crate) unchanged: usize,
-    /// The last call on many sequences that it was in.
+    /// The last selection that it was in, see `Sequences::select`.
     pub(crate) last_call: u64,
 }
 
@@ -77,11 +77,13 @@ impl Sequence {
 
     /// The slots of the next `n` uncommitted tokens, as `(first slot, length)` of one run a block.
     pub(crate) fn slots(&self, n: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
-        let (start, end) = (self.committed, self.committed + n);
-        (start / size..end.div_ceil(size)).map(move |index| {
-            let (first, last) = (start.max(index * size), end.min((index + 1) * size));
-            let slot = self.table[index] as usize * size + first % size;
-            (slot, last - first)
+        let (mut at, end) = (self.committed, self.committed + n);
+        let (mut index, mut offset) = (at / size, at % size);
+        std::iter::from_fn(move || {
+            let run = (size - offset).min(end - at);
+            let slot = *self.table.get(index).filter(|_| run > 0)? as usize * size + offset;
+            (at, index, offset) = (at + run, index + 1, 0);
+            Some((slot, run))
         })
     }
 

@@ -1,6 +1,11 @@
-//! The live sequences by id. A call on many sequences looks each up once, and goes on with its key.
+//! The live sequences by id.
+//!
+//! A step makes several calls on the same sequences: the keys of the last ones are kept, as long as no sequence
+//! begins or ends.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::mem;
 use std::ops::{Index, IndexMut};
 
 use foldhash::fast::FixedState;
@@ -14,8 +19,11 @@ use crate::slab::{Key, Slab};
 pub(crate) struct Sequences {
     keys: HashMap<SequenceId, Key, FixedState>,
     records: Slab<Sequence>,
-    /// Calls on many sequences so far.
+    /// Selections so far.
     calls: u64,
+    /// The selected sequences.
+    batch: Vec<SequenceId>,
+    batch_keys: Vec<Key>,
 }
 
 impl Sequences {
@@ -24,6 +32,8 @@ impl Sequences {
             keys: HashMap::default(),
             records: Slab::new(),
             calls: 0,
+            batch: Vec::new(),
+            batch_keys: Vec::new(),
         }
     }
 
@@ -42,19 +52,50 @@ impl Sequences {
             .ok_or(Error::UnknownSequence(id))
     }
 
-    /// The keys of the sequences of one call; each may be named once.
-    pub(crate) fn distinct_keys(&mut self, ids: &[SequenceId]) -> Result<Vec<Key>> {
+    /// Finds the sequences of one call, each of which may be named once. [`Sequences::batch_key`] has their keys.
+    pub(crate) fn select(&mut self, ids: &[SequenceId]) -> Result<()> {
+        if self.batch == ids {
+            return Ok(());
+        }
+        self.forget_batch();
+        let added = self.add_to_batch(ids);
+        if added.is_err() {
+            self.forget_batch();
+        }
+        added
+    }
+
+    fn add_to_batch(&mut self, ids: &[SequenceId]) -> Result<()> {
         self.calls += 1;
-        let keys = ids.iter().enumerate().map(|(index, &id)| {
+        for (index, &id) in ids.iter().enumerate() {
             let key = self.key(id)?;
             let record = &mut self.records[key];
-            if std::mem::replace(&mut record.last_call, self.calls) == self.calls {
+            if mem::replace(&mut record.last_call, self.calls) == self.calls {
                 let problem = format!("item {index} is {id}, which is there twice");
                 return Err(Error::invalid("seq_ids", problem));
             }
-            Ok(key)
-        });
-        keys.collect()
+            self.batch_keys.push(key);
+        }
+        self.batch.extend_from_slice(ids);
+        Ok(())
+    }
+
+    /// The key of a selected sequence.
+    pub(crate) fn batch_key(&self, index: usize) -> Key {
+        self.batch_keys[index]
+    }
+
+    /// The keys of sequences that may be named more than once.
+    pub(crate) fn keys(&self, ids: &[SequenceId]) -> Result<Cow<'_, [Key]>> {
+        if self.batch == ids {
+            return Ok(Cow::Borrowed(&self.batch_keys));
+        }
+        ids.iter().map(|&id| self.key(id)).collect()
+    }
+
+    fn forget_batch(&mut self) {
+        self.batch.clear();
+        self.batch_keys.clear();
     }
 
     pub(crate) fn get(&self, id: SequenceId) -> Result<&Sequence> {
@@ -67,12 +108,14 @@ impl Sequences {
     }
 
     pub(crate) fn insert(&mut self, id: SequenceId, sequence: Sequence) {
+        self.forget_batch();
         let key = self.records.insert(sequence);
         self.keys.insert(id, key);
     }
 
     pub(crate) fn remove(&mut self, id: SequenceId) -> Result<Sequence> {
         let key = self.keys.remove(&id).ok_or(Error::UnknownSequence(id))?;
+        self.forget_batch();
         Ok(self.records.remove(key))
     }
 

@@ -6,7 +6,8 @@ use leafkv_core::attention::{
 };
 use pyo3::prelude::*;
 
-use crate::array::strided::{Strided, empty, expect_storable, kv_layer};
+use crate::array::kv::{empty, expect_storable, kv_layer};
+use crate::array::view::View;
 use crate::error::{invalid, to_py};
 use crate::int::{optional, positive};
 
@@ -59,10 +60,10 @@ impl AttentionPlan {
     ) -> PyResult<Bound<'py, PyAny>> {
         let window = optional("sliding_window", sliding_window)?;
         let options = options(scale, causal, window, self.0.shape().head_dim);
-        let query = Strided::new("query", query)?;
+        let query = View::new("query", query)?;
         let caches = [
-            Strided::new("key_cache", key_cache)?,
-            Strided::new("value_cache", value_cache)?,
+            View::new("key_cache", key_cache)?,
+            View::new("value_cache", value_cache)?,
         ];
         run(key_cache.py(), &self.0, &query, &caches, &options, out)
     }
@@ -88,15 +89,12 @@ pub(crate) fn paged_attention<'py>(
     // Numbers first: an `__index__` is Python code, which may resize an array that was looked at before.
     let window = optional("sliding_window", sliding_window)?;
     let num_threads = optional("num_threads", num_threads)?;
-    let query = Strided::new("query", query)?;
+    let query = View::new("query", query)?;
     let caches = [
-        Strided::new("key_cache", key_cache)?,
-        Strided::new("value_cache", value_cache)?,
+        View::new("key_cache", key_cache)?,
+        View::new("value_cache", value_cache)?,
     ];
-    query.vectors()?;
-    let [_, num_heads, head_dim] = *query.shape() else {
-        unreachable!("vectors have three dimensions");
-    };
+    let [_, num_heads, head_dim] = query.vectors()?.shape();
     let spec = *kv_layer(&caches[0], &caches[1], head_dim)?.spec();
     let shape = PlanShape {
         num_heads,
@@ -120,15 +118,15 @@ pub(crate) fn write_kv(
     slots: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let py = key.py();
-    let (key, value) = (Strided::new("key", key)?, Strided::new("value", value)?);
+    let (key, value) = (View::new("key", key)?, View::new("value", value)?);
     let caches = [
-        Strided::new("key_cache", key_cache)?,
-        Strided::new("value_cache", value_cache)?,
+        View::new("key_cache", key_cache)?,
+        View::new("value_cache", value_cache)?,
     ];
     let (keys, values) = (key.vectors()?, value.vectors()?);
     let layer = kv_layer(&caches[0], &caches[1], keys.shape()[2])?;
     expect_storable([&caches[0], &caches[1]], [&key, &value])?;
-    let slots = Strided::new("slots", slots)?.int64_vector()?;
+    let slots = View::new("slots", slots)?.vector::<i64>()?;
     let brief = keys.shape().iter().product::<usize>() <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || write(&layer, &keys, &values, &slots)).map_err(to_py)
 }
@@ -136,8 +134,8 @@ pub(crate) fn write_kv(
 /// Copy whole blocks of `cache` (first axis: blocks, each contiguous) by `(source, destination)` rows.
 #[pyfunction]
 pub(crate) fn copy_blocks(cache: &Bound<'_, PyAny>, pairs: &Bound<'_, PyAny>) -> PyResult<()> {
-    let blocks = Strided::new("cache", cache)?.blocks()?;
-    let pairs = Strided::new("pairs", pairs)?.pairs()?;
+    let blocks = View::new("cache", cache)?.blocks()?;
+    let pairs = View::new("pairs", pairs)?.pairs()?;
     copy(&blocks, &pairs).map_err(to_py)
 }
 
@@ -154,10 +152,10 @@ fn plan(
     shape: PlanShape,
     num_threads: Option<usize>,
 ) -> PyResult<Plan> {
-    let tables = Strided::new("block_tables", block_tables)?;
+    let tables = View::new("block_tables", block_tables)?;
     let id = tables.int32_matrix()?;
-    let starts = Strided::new("query_starts", query_starts)?.int32_vector()?;
-    let lens = Strided::new("kv_lens", kv_lens)?.int32_vector()?;
+    let starts = View::new("query_starts", query_starts)?.vector::<i32>()?;
+    let lens = View::new("kv_lens", kv_lens)?.vector::<i32>()?;
     if tables.shape()[0] != lens.len() {
         let problem = format!(
             "got {} rows, expected one a sequence, {}",
@@ -185,8 +183,8 @@ fn options(
 fn run<'py>(
     py: Python<'py>,
     plan: &Plan,
-    query: &Strided<'_>,
-    caches: &[Strided<'_>; 2],
+    query: &View<'_>,
+    caches: &[View<'_>; 2],
     options: &Options,
     out: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -194,7 +192,7 @@ fn run<'py>(
     let vectors = query.vectors()?;
     let layer = kv_layer(key, value, plan.shape().head_dim)?;
     let out = out.unwrap_or_else(|| empty(py, vectors.shape()));
-    let mut rows = Strided::new("out", &out)?.vectors_mut(&[query, key, value])?;
+    let mut rows = View::new("out", &out)?.vectors_mut(&[query, key, value])?;
     let isa = Isa::current().map_err(to_py)?;
     let brief = plan.is_brief(options).map_err(to_py)?;
     maybe_detach(py, brief, || {

@@ -1,10 +1,13 @@
 //! `leafkv._core`: the thin face of `leafkv-core` towards Python. It converts, and decides nothing.
 
+mod answers;
 mod array;
 mod attention;
 mod error;
+mod events;
 mod int;
 mod manager;
+mod scope;
 
 /// The extension module `leafkv._core`.
 #[pyo3::pymodule(gil_used = false)]
@@ -12,7 +15,13 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::manager::{KVManager, Ready, Stats, WaitFor};
+    use super::manager::KVManager;
+
+    #[pymodule_export]
+    use super::answers::{Pin, Ready, Stats, WaitFor};
+
+    #[pymodule_export]
+    use super::events::{Event, Snapshot, block_digests};
 
     #[pymodule_export]
     use super::attention::{

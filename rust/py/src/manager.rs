@@ -1,111 +1,22 @@
-//! `KVManager` and its answers. A call converts its arguments, takes the lock, and converts the result.
+//! `KVManager`. A call converts its arguments, takes the lock, and converts the result.
 //!
 //! Python is never called under the lock: it could run a finalizer that comes back to the same manager. Calls take
-//! microseconds, so the GIL stays.
+//! microseconds, so the GIL stays. Arrays to write to are looked at last, see `array`.
 
 use std::sync::Mutex;
 
-use leafkv_core::{Admission, BlockId, Error, KvManager, Result};
+use leafkv_core::{Admission, BlockId, Config, Error, KvManager, Result, SequenceId, TokenId};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
+use crate::answers::{Pin, Ready, Stats, WaitFor};
+use crate::array::ints::ints;
 use crate::array::out::Rows;
-use crate::array::tokens::token_ids;
 use crate::error::{invalid, to_py};
-use crate::int::{count, each, sequence_id, show};
-
-/// `KVManager.begin` admitted the sequence; it now holds the blocks of its prefix hit.
-#[pyclass(frozen, get_all, module = "leafkv._core")]
-pub(crate) struct Ready {
-    /// Tokens whose KV is found in the prefix cache: a multiple of the block size, less than the prompt.
-    cached_tokens: usize,
-}
-
-#[pymethods]
-impl Ready {
-    fn __repr__(&self) -> String {
-        format!("Ready(cached_tokens={})", self.cached_tokens)
-    }
-}
-
-/// `KVManager.begin` did not admit the sequence: a running one is computing a prefix they share.
-///
-/// Nothing was recorded. Call `begin` again once `leader` has committed `tokens` tokens, or has ended.
-#[pyclass(frozen, get_all, module = "leafkv._core")]
-pub(crate) struct WaitFor {
-    /// The id of the running sequence.
-    leader: u64,
-    /// How many tokens the leader must have committed: whole blocks, shared with this prompt.
-    tokens: usize,
-}
-
-#[pymethods]
-impl WaitFor {
-    fn __repr__(&self) -> String {
-        format!("WaitFor(leader={}, tokens={})", self.leader, self.tokens)
-    }
-}
-
-/// Counters of a `KVManager`, read at once. Counters only ever rise; blocks are as of now.
-#[pyclass(frozen, module = "leafkv._core")]
-pub(crate) struct Stats(leafkv_core::Stats);
-
-#[pymethods]
-impl Stats {
-    #[getter]
-    fn num_blocks(&self) -> usize {
-        self.0.num_blocks
-    }
-
-    #[getter]
-    fn free_blocks(&self) -> usize {
-        self.0.free_blocks
-    }
-
-    #[getter]
-    fn cached_blocks(&self) -> usize {
-        self.0.cached_blocks
-    }
-
-    #[getter]
-    fn held_blocks(&self) -> usize {
-        self.0.held_blocks
-    }
-
-    /// High-water mark of `held_blocks`.
-    #[getter]
-    fn max_held_blocks(&self) -> usize {
-        self.0.max_held_blocks
-    }
-
-    #[getter]
-    fn sequences(&self) -> usize {
-        self.0.sequences
-    }
-
-    /// Tokens of all prompts that were begun and then given slots.
-    #[getter]
-    fn query_tokens(&self) -> u64 {
-        self.0.query_tokens
-    }
-
-    /// Those of `query_tokens` that were found in the prefix cache.
-    #[getter]
-    fn hit_tokens(&self) -> u64 {
-        self.0.hit_tokens
-    }
-
-    #[getter]
-    fn evicted_blocks(&self) -> u64 {
-        self.0.evicted_blocks
-    }
-
-    fn __repr__(&self) -> String {
-        let stats = format!("{:?}", self.0).replace(": ", "=");
-        stats.replace(" { ", "(").replace(" }", ")")
-    }
-}
+use crate::events::{Event, Snapshot};
+use crate::int::{count, int, sequence_id};
+use crate::scope::{Namespace, media as spans};
 
 /// Block tables, block pool and radix-tree prefix cache of one KV memory.
 ///
@@ -116,6 +27,9 @@ impl Stats {
 ///     num_blocks: Size of the pool, in blocks, 1 to 2**31 - 1.
 ///     block_size: Tokens per block, >= 1.
 ///     enable_prefix_caching: False keeps nothing after a sequence ends, and shares nothing.
+///     partial_hits: A prefix hit may end inside a block; the tokens that it shares are copied, see `begin`.
+///     pin_budget: How many different blocks `pin` may hold, less than `num_blocks`. Prompts must fit in the others.
+///     event_capacity: How many blocks the buffered `events` may name. 0: no events, at no cost.
 #[pyclass(frozen, module = "leafkv._core")]
 pub(crate) struct KVManager {
     core: Mutex<KvManager>,
@@ -139,18 +53,30 @@ impl KVManager {
 #[pymethods]
 impl KVManager {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size=None, *, enable_prefix_caching=true))]
-    #[pyo3(text_signature = "(num_blocks, block_size=16, *, enable_prefix_caching=True)")]
+    #[pyo3(signature = (num_blocks, block_size=None, *, enable_prefix_caching=true, partial_hits=false, pin_budget=None, event_capacity=None))]
+    #[pyo3(
+        text_signature = "(num_blocks, block_size=16, *, enable_prefix_caching=True, partial_hits=False, pin_budget=0, event_capacity=0)"
+    )]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: Option<&Bound<'_, PyAny>>,
         enable_prefix_caching: bool,
+        partial_hits: bool,
+        pin_budget: Option<&Bound<'_, PyAny>>,
+        event_capacity: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let num_blocks = count("num_blocks", num_blocks)?;
         let block_size = block_size.map_or(Ok(16), |size| count("block_size", size))?;
-        let core = KvManager::new(num_blocks, block_size, enable_prefix_caching).map_err(to_py)?;
+        let config = Config {
+            prefix_caching: enable_prefix_caching,
+            partial_hits,
+            pin_budget: pin_budget.map_or(Ok(0), |budget| count("pin_budget", budget))?,
+            event_capacity: event_capacity
+                .map_or(Ok(0), |blocks| count("event_capacity", blocks))?,
+            ..Config::new(num_blocks, block_size)
+        };
         Ok(Self {
-            core: Mutex::new(core),
+            core: Mutex::new(KvManager::new(config).map_err(to_py)?),
             num_blocks,
             block_size,
         })
@@ -173,31 +99,63 @@ impl KVManager {
     }
 
     /// Tokens that `begin` would find cached now. No side effects.
-    #[pyo3(signature = (tokens, namespace=Namespace(b"")))]
-    #[pyo3(text_signature = "($self, tokens, namespace=b'')")]
-    fn lookup(&self, tokens: &Bound<'_, PyAny>, namespace: Namespace<'_>) -> PyResult<usize> {
-        let tokens = token_ids("tokens", tokens)?;
-        self.with(|core| Ok(core.lookup(&tokens, namespace.0)))
+    #[pyo3(signature = (tokens, namespace=Namespace(b""), media=None))]
+    #[pyo3(text_signature = "($self, tokens, namespace=b'', media=())")]
+    fn lookup(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Namespace<'_>,
+        media: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
+        self.with(|core| core.lookup(&tokens, namespace.with(&media)))
+    }
+
+    /// The blocks of the longest cached prefix, int32 [blocks]: all whole blocks, be they all of `tokens`.
+    ///
+    /// No side effects: nothing keeps the blocks from being evicted, so this is for looking, not for reading KV.
+    #[pyo3(signature = (tokens, namespace=Namespace(b""), media=None))]
+    #[pyo3(text_signature = "($self, tokens, namespace=b'', media=())")]
+    fn match_prefix<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        namespace: Namespace<'_>,
+        media: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
+        let blocks = self.with(|core| core.match_prefix(&tokens, namespace.with(&media)))?;
+        Ok(PyArray1::from_iter(py, blocks.into_iter().map(id_to_i32)))
     }
 
     /// Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
     ///
-    /// A hit is in whole blocks and leaves at least one token to compute.
+    /// A hit leaves at least one token to compute. It is in whole blocks, unless the manager has partial hits: then
+    /// it goes on into the next block, as far as a cached one begins with the same tokens. That block is shared until
+    /// the first `grow`, which gives the sequence its own and owes the copy, see `copies`.
+    ///
+    /// Args:
+    ///     seq_id: A name of the caller's choice, 0 to 2**64 - 1, that no live sequence has.
+    ///     tokens: The prompt, at least one token.
+    ///     namespace: What KV depends on besides the tokens (model, adapter, tenant): only equal ones share.
+    ///     media: Spans `(start, length, digest)` of placeholder tokens, sorted, not overlapping. Two prompts are the
+    ///         same at a position only if the spans that cover it are equal in all three.
     ///
     /// Raises:
-    ///     InvalidInputError: `seq_id` is live, `tokens` is empty, malformed or cannot fit the pool.
-    #[pyo3(signature = (seq_id, tokens, namespace=Namespace(b"")))]
-    #[pyo3(text_signature = "($self, seq_id, tokens, namespace=b'')")]
+    ///     InvalidInputError: `seq_id` is live, `tokens` is empty, malformed or cannot fit the pool, `media` is wrong.
+    #[pyo3(signature = (seq_id, tokens, namespace=Namespace(b""), media=None))]
+    #[pyo3(text_signature = "($self, seq_id, tokens, namespace=b'', media=())")]
     fn begin<'py>(
         &self,
         py: Python<'py>,
         seq_id: &Bound<'py, PyAny>,
         tokens: &Bound<'py, PyAny>,
         namespace: Namespace<'_>,
+        media: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = sequence_id("seq_id", seq_id)?;
-        let tokens = token_ids("tokens", tokens)?;
-        match self.with(|core| core.begin(id, tokens, namespace.0))? {
+        let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
+        match self.with(|core| core.begin(id, tokens, namespace.with(&media)))? {
             Admission::Ready { cached_tokens } => Ready { cached_tokens }.into_bound_py_any(py),
             Admission::WaitFor { leader, tokens } => {
                 WaitFor { leader, tokens }.into_bound_py_any(py)
@@ -214,6 +172,28 @@ impl KVManager {
         self.with(|core| core.grow(id, n))
     }
 
+    /// `grow` each sequence by `counts[i]` tokens, in this order, each all or nothing.
+    ///
+    /// `lacking`, int32 [len(seq_ids)], gets 0 for a sequence that has its slots, otherwise the blocks that it lacked:
+    /// it is as before. Returns how many sequences lack blocks. Nothing changes if an id is unknown or named twice.
+    fn grow_many(
+        &self,
+        seq_ids: &Bound<'_, PyAny>,
+        counts: &Bound<'_, PyAny>,
+        lacking: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let (ids, counts) = (sequence_ids(seq_ids)?, ints::<usize>("counts", counts)?);
+        let mut out = Rows::<i32>::vector("lacking", lacking)?;
+        expect_one_each("lacking", out.columns(), &ids)?;
+        let mut lacking = Vec::with_capacity(ids.len());
+        self.with(|core| core.grow_many(&ids, &counts, &mut lacking))?;
+        let blocks = lacking
+            .iter()
+            .map(|&n| i32::try_from(n).unwrap_or(i32::MAX));
+        out.write(0, 0, blocks);
+        Ok(lacking.iter().filter(|&&n| n > 0).count())
+    }
+
     /// Declare that the KV of the first `n` tokens is written.
     ///
     /// `new_tokens` appends ids beyond those known so far (the prompt, then earlier `new_tokens`). Full blocks
@@ -227,8 +207,38 @@ impl KVManager {
         new_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (id, n) = (sequence_id("seq_id", seq_id)?, count("n", n)?);
-        let tokens = new_tokens.map_or(Ok(Vec::new()), |tokens| token_ids("new_tokens", tokens))?;
+        let tokens = token_ids("new_tokens", new_tokens)?;
         self.with(|core| core.commit(id, n, &tokens))
+    }
+
+    /// `commit` the next `counts[i]` tokens of each sequence: relative to what it has committed, unlike there.
+    ///
+    /// `new_tokens` has those of all sequences, one after another: `new_counts[i]` each, by default none at all, or
+    /// one each. Nothing changes if anything is wrong with one of them.
+    #[pyo3(signature = (seq_ids, counts, new_tokens=None, new_counts=None))]
+    #[pyo3(text_signature = "($self, seq_ids, counts, new_tokens=(), new_counts=None)")]
+    fn commit_many(
+        &self,
+        seq_ids: &Bound<'_, PyAny>,
+        counts: &Bound<'_, PyAny>,
+        new_tokens: Option<&Bound<'_, PyAny>>,
+        new_counts: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (ids, counts) = (sequence_ids(seq_ids)?, ints::<usize>("counts", counts)?);
+        let tokens = token_ids("new_tokens", new_tokens)?;
+        let new_counts = match new_counts {
+            Some(new_counts) => ints("new_counts", new_counts)?,
+            None if tokens.is_empty() => vec![0; ids.len()],
+            None if tokens.len() == ids.len() => vec![1; ids.len()],
+            None => {
+                let (got, n) = (tokens.len(), ids.len());
+                let problem = format!(
+                    "got {got}, expected none, or one for each of the {n} sequences, or new_counts"
+                );
+                return Err(invalid("new_tokens", problem));
+            }
+        };
+        self.with(|core| core.commit_many(&ids, &counts, &tokens, &new_counts))
     }
 
     /// Start `child_id` with the committed tokens and blocks of `parent_id` (copy-on-write).
@@ -239,6 +249,8 @@ impl KVManager {
     }
 
     /// Drop everything beyond the first `n` tokens: reserved slots, and committed tokens if any.
+    ///
+    /// A span of media is dropped as a whole: committed tokens cannot be made to end inside one.
     fn truncate(&self, seq_id: &Bound<'_, PyAny>, n: &Bound<'_, PyAny>) -> PyResult<()> {
         let (id, n) = (sequence_id("seq_id", seq_id)?, count("n", n)?);
         self.with(|core| core.truncate(id, n))
@@ -264,29 +276,34 @@ impl KVManager {
 
     /// Write the block table of each sequence to a row of `out`, int32 [len(seq_ids), >= blocks of the longest].
     ///
-    /// Entries past a sequence's blocks keep their value.
-    fn tables(&self, seq_ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = each("seq_ids", seq_ids, sequence_id)?;
-        let mut out = Rows::<i32>::new("out", out, 2)?;
-        self.with(|core| {
-            let tables = ids
-                .iter()
-                .map(|&id| core.block_table(id))
-                .collect::<Result<Vec<_>>>()?;
-            let longest = tables.iter().map(|table| table.len()).max().unwrap_or(0);
-            if out.rows() != ids.len() || out.columns() < longest {
-                let (rows, columns) = (out.rows(), out.columns());
-                let problem = format!(
-                    "got shape [{rows}, {columns}], expected [{}, >= {longest}]",
-                    ids.len()
-                );
-                return Err(Error::invalid("out", problem));
-            }
-            for (row, table) in tables.iter().enumerate() {
-                out.write(row, 0, table.iter().copied().map(id_to_i32));
-            }
-            Ok(())
-        })
+    /// Entries past a sequence's blocks keep their value. Arrays that are kept from step to step are updated in place:
+    /// `stamps`, uint64 [len(seq_ids)], tells what each row contains. 0: not known. A row whose stamp is the one
+    /// given for this very sequence gets only the entries that changed since; any other row is written whole. Either
+    /// way it has a new stamp then. Rows may be moved together with their stamps.
+    #[pyo3(signature = (seq_ids, out, stamps=None))]
+    fn tables(
+        &self,
+        seq_ids: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        stamps: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let ids = sequence_ids(seq_ids)?;
+        let out = Rows::<i32>::matrix("out", out, "[sequences, blocks]")?;
+        let stamps = stamps.map(|stamps| Rows::<u64>::vector("stamps", stamps));
+        let mut rows = TableRows {
+            out,
+            stamps: stamps.transpose()?,
+        };
+        let columns = rows.out.columns();
+        if rows.out.rows() != ids.len() {
+            let (rows, n) = (rows.out.rows(), ids.len());
+            let problem = format!("got {rows} rows, expected one for each of the {n} sequences");
+            return Err(invalid("out", problem));
+        }
+        if let Some(stamps) = &rows.stamps {
+            expect_one_each("stamps", stamps.columns(), &ids)?;
+        }
+        self.with(|core| core.update_rows(&ids, columns, &mut rows))
     }
 
     /// Write the slots of the next `counts[i]` uncommitted tokens of each sequence, one after another.
@@ -298,35 +315,13 @@ impl KVManager {
         counts: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let ids = each("seq_ids", seq_ids, sequence_id)?;
-        let counts = each("counts", counts, count)?;
-        if ids.len() != counts.len() {
-            let problem = format!(
-                "got {}, expected one for each of the {} sequences",
-                counts.len(),
-                ids.len()
-            );
-            return Err(invalid("counts", problem));
-        }
-        let mut out = Rows::<i64>::new("out", out, 1)?;
+        let (ids, counts) = (sequence_ids(seq_ids)?, ints::<usize>("counts", counts)?);
+        let mut out = Rows::<i64>::vector("out", out)?;
+        let len = out.columns();
         self.with(|core| {
-            let pairs = ids.iter().zip(&counts);
-            let runs = pairs
-                .map(|(&id, &n)| core.slots(id, n))
-                .collect::<Result<Vec<_>>>()?;
-            let total: usize = counts.iter().sum();
-            if out.columns() != total {
-                return Err(Error::invalid(
-                    "out",
-                    format!("got shape [{}], expected [{total}]", out.columns()),
-                ));
-            }
-            let mut at = 0;
-            for (first, length) in runs.into_iter().flatten() {
-                out.write(0, at, (first..first + length).map(|slot| slot as i64));
-                at += length;
-            }
-            Ok(())
+            core.slots_of(&ids, &counts, len, |at, first, run| {
+                out.write(0, at, (first..first + run).map(|slot| slot as i64));
+            })
         })
     }
 
@@ -353,7 +348,7 @@ impl KVManager {
         self.with(|core| Ok(core.evict(n)))
     }
 
-    /// Forget a namespace (all of them if None). Returns how many cached blocks became free.
+    /// Forget a namespace (all of them if None) and end its pins. Returns how many cached blocks became free.
     ///
     /// Live sequences of it go on privately and never re-enter the tree.
     #[pyo3(signature = (namespace=None))]
@@ -361,9 +356,69 @@ impl KVManager {
         self.with(|core| Ok(core.clear(namespace.map(|namespace| namespace.0))))
     }
 
+    /// Keep the cached whole blocks of `tokens` from being evicted: as many, from the first on, as `pin_budget` allows.
+    ///
+    /// Pinned blocks count as held. The pin ends by `unpin`, by `clear`, or when `ttl` ticks have passed, see `time`.
+    /// A pin of nothing is none: its id is new, and `unpin` of it is False.
+    ///
+    /// Raises:
+    ///     InvalidInputError: the manager has no `pin_budget`, `ttl` is 0, or `tokens` or `media` is malformed.
+    #[pyo3(signature = (tokens, namespace=Namespace(b""), media=None, *, ttl=None))]
+    #[pyo3(text_signature = "($self, tokens, namespace=b'', media=(), *, ttl=None)")]
+    fn pin(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Namespace<'_>,
+        media: Option<&Bound<'_, PyAny>>,
+        ttl: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Pin> {
+        let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
+        let ttl = ttl.map(|ttl| int::<u64>("ttl", ttl)).transpose()?;
+        let pin = self.with(|core| core.pin(&tokens, namespace.with(&media), ttl))?;
+        Ok(pin.into())
+    }
+
+    /// End a pin. False if it has ended already, or never was.
+    fn unpin(&self, pin_id: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let id = int("pin_id", pin_id)?;
+        self.with(|core| Ok(core.unpin(id)))
+    }
+
+    /// Logical time, by which pins end: one tick per sequence that `begin` admits, or whatever `set_time` counts.
+    #[getter]
+    fn time(&self) -> PyResult<u64> {
+        self.with(|core| Ok(core.time()))
+    }
+
+    /// Set the logical time, from now on the caller's to count (in milliseconds, say). Pins whose time has come end.
+    ///
+    /// Raises:
+    ///     InvalidInputError: `now` is less than `time`.
+    fn set_time(&self, now: &Bound<'_, PyAny>) -> PyResult<()> {
+        let now = int("now", now)?;
+        self.with(|core| core.set_time(now))
+    }
+
+    /// What changed in the prefix cache since the last call, oldest first. Each event is handed out once.
+    ///
+    /// The buffer drops the oldest events when it has to: a gap in the numbers says so, and `snapshot` repairs it.
+    /// Empty for ever in a manager without `event_capacity`.
+    fn events(&self) -> PyResult<Vec<Event>> {
+        let events = self.with(|core| Ok(core.events()))?;
+        Ok(events.into_iter().map(Event::from).collect())
+    }
+
+    /// All that is in the prefix cache, and the number of the next event, in one act.
+    ///
+    /// Raises:
+    ///     InvalidInputError: the manager has no `event_capacity`.
+    fn snapshot(&self) -> PyResult<Snapshot> {
+        Ok(self.with(|core| core.snapshot())?.into())
+    }
+
     /// All counters, read at once.
     fn stats(&self) -> PyResult<Stats> {
-        self.with(|core| Ok(Stats(core.stats())))
+        Ok(self.with(|core| Ok(core.stats()))?.into())
     }
 
     /// Verify every internal invariant, at a cost linear in the pool and the tree.
@@ -375,7 +430,7 @@ impl KVManager {
     }
 
     fn __repr__(&self) -> PyResult<String> {
-        let stats = self.stats()?.0;
+        let stats = self.stats()?;
         Ok(format!(
             "KVManager(num_blocks={}, block_size={}: {} free, {} cached, {} held by {} sequences)",
             self.num_blocks,
@@ -388,21 +443,41 @@ impl KVManager {
     }
 }
 
-/// An argument named `namespace`: bytes.
-struct Namespace<'a>(&'a [u8]);
+/// The caller's rows of block tables, with the stamps that tell what is in them.
+struct TableRows<'a> {
+    out: Rows<'a, i32>,
+    stamps: Option<Rows<'a, u64>>,
+}
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Namespace<'a> {
-    type Error = PyErr;
+impl leafkv_core::Rows for TableRows<'_> {
+    fn stamp(&self, row: usize) -> u64 {
+        self.stamps.as_ref().map_or(0, |stamps| stamps.read(0, row))
+    }
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        match value.extract() {
-            Ok(bytes) => Ok(Self(bytes)),
-            Err(_) => Err(invalid(
-                "namespace",
-                format!("got {}, expected bytes", show(&value)),
-            )),
+    fn write(&mut self, row: usize, column: usize, blocks: &[BlockId], stamp: u64) {
+        let blocks = blocks.iter().copied().map(id_to_i32);
+        self.out.write(row, column, blocks);
+        if let Some(stamps) = &mut self.stamps {
+            stamps.write(0, row, [stamp]);
         }
     }
+}
+
+fn sequence_ids(seq_ids: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
+    ints("seq_ids", seq_ids)
+}
+
+fn token_ids(argument: &'static str, tokens: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<TokenId>> {
+    tokens.map_or(Ok(Vec::new()), |tokens| ints(argument, tokens))
+}
+
+fn expect_one_each(argument: &'static str, got: usize, ids: &[SequenceId]) -> PyResult<()> {
+    if got == ids.len() {
+        return Ok(());
+    }
+    let n = ids.len();
+    let problem = format!("got {got}, expected one for each of the {n} sequences");
+    Err(invalid(argument, problem))
 }
 
 /// Block ids are below 2³¹.

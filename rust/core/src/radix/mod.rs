@@ -6,7 +6,7 @@
 //! to look: tokens and media are compared, so a collision costs time and never a wrong block.
 //!
 //! Invariants, all verified by [`RadixTree::check`]:
-//! * every block of the tree has one place in it, and `places` names the node;
+//! * every block of the tree has one place in it, and the pool knows the node;
 //! * no node is empty, except the roots, and a root has children;
 //! * a held block has only held ancestors, so whatever is not held can be evicted from the tails;
 //! * `evictable` holds exactly the leaves whose tail block has no reference, by the rank of their tail.
@@ -98,7 +98,7 @@ impl Node {
         match self.parent {
             Some(parent) => {
                 let (tokens, media) = self.first_block(block_size);
-                hash_block(parent.0, tokens, media)
+                hash_block(parent.number(), tokens, media)
             }
             None => hash_namespace(&self.namespace),
         }
@@ -127,14 +127,6 @@ impl Node {
     }
 }
 
-/// Where a block is in the tree, and when it was last used (logical time).
-#[derive(Debug, Clone, Copy, Default)]
-struct Place {
-    /// `None`: not in the tree.
-    node: Option<NodeId>,
-    last_used: u64,
-}
-
 /// How much of a prompt is known in whole blocks, and the node where that ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Match {
@@ -154,8 +146,6 @@ pub(crate) struct RadixTree<P: EvictionPolicy = Lru> {
     children: HashTable<NodeId>,
     /// The same nodes in order, where partial hits are wanted.
     siblings: Option<Siblings>,
-    /// By block id, for the blocks that were ever in the tree.
-    places: Vec<Place>,
     /// Leaves whose tail has no reference. Two leaves never share a last use.
     evictable: Evictable<P>,
     clock: u64,
@@ -180,7 +170,6 @@ impl RadixTree {
             roots: HashTable::new(),
             children: HashTable::new(),
             siblings: partial_hits.then(Siblings::default),
-            places: Vec::new(),
             evictable: Evictable::new(),
             clock: 0,
             eviction_visits: 0,
@@ -273,9 +262,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let tokens = &tokens[..end * size];
         let mut depth = from;
         let mut at = match from.checked_sub(1) {
-            Some(last) => self.places[table[last] as usize]
-                .node
-                .expect("the caller says so"),
+            Some(last) => pool.node(table[last]).expect("the caller says so"),
             None => self.root_or_new(scope.namespace),
         };
         // Follow what is there.
@@ -291,13 +278,13 @@ impl<P: EvictionPolicy> RadixTree<P> {
             let edge_end = edge.end();
             depth += same;
             if same > 0 {
-                self.on_held(table[depth - 1]);
+                self.on_held(pool, table[depth - 1]);
             }
             if depth == end {
                 return depth - from;
             }
             if depth < edge_end {
-                at = self.split(at, offset + same);
+                at = self.split(pool, at, offset + same);
                 break;
             }
             match self.child(at, depth, tokens, scope.media) {
@@ -346,17 +333,8 @@ impl<P: EvictionPolicy> RadixTree<P> {
             });
             self.index(at);
         }
-        let place = Place {
-            node: Some(at),
-            last_used: self.clock,
-        };
         for &block in blocks {
-            pool.publish(block);
-            let index = block as usize;
-            if index >= self.places.len() {
-                self.places.resize(index + 1, Place::default());
-            }
-            self.places[index] = place;
+            pool.publish(block, at, self.clock);
         }
         self.stored += blocks.len() as u64;
         if let Some(log) = &mut self.log {
@@ -367,29 +345,32 @@ impl<P: EvictionPolicy> RadixTree<P> {
     }
 
     /// Marks a path of held blocks, from its root down, as used just now.
-    pub(crate) fn touch(&mut self, path: &[BlockId]) {
+    pub(crate) fn touch(&mut self, pool: &mut BlockPool, path: &[BlockId]) {
         self.clock += 1;
         for &block in path {
-            self.places[block as usize].last_used = self.clock;
+            pool.touch(block, self.clock);
         }
     }
 
     /// `block` got its first reference: its node is no longer evictable, if it was.
-    pub(crate) fn on_held(&mut self, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(block) {
+    pub(crate) fn on_held(&mut self, pool: &BlockPool, block: BlockId) {
+        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
             self.evictable.remove(rank, leaf);
         }
     }
 
     /// `block` lost its last reference: its node is evictable from now on, if nothing follows the block.
-    pub(crate) fn on_unheld(&mut self, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(block) {
+    pub(crate) fn on_unheld(&mut self, pool: &BlockPool, block: BlockId) {
+        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
             self.evictable.insert(rank, leaf);
         }
     }
 
     /// Evicts up to `n` blocks, those of lowest rank first, tails before what they depend on.
     pub(crate) fn evict(&mut self, pool: &mut BlockPool, n: usize) -> usize {
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
         let mut evicted = 0;
         while evicted < n
             && let Some((lowest, leaf)) = self.evictable.pop()
@@ -400,24 +381,38 @@ impl<P: EvictionPolicy> RadixTree<P> {
                 && let Some(tail) = self.nodes[node].leaf_tail()
                 && pool.references(tail) == 0
             {
-                // What ranks with the tail goes before any other leaf: no need to ask the set.
-                let rank = self.rank(tail, node);
-                if evicted == n || rank > lowest {
-                    self.evictable.insert(rank, node);
+                // What ranks with the first tail goes before any other leaf: no need to ask the set.
+                let run = self.evictable_run(pool, node, lowest, n - evicted);
+                if run == 0 {
+                    self.evictable.insert(self.rank(pool, tail, node), node);
                     break;
                 }
-                at = self.remove_tail(pool, node, tail);
-                evicted += 1;
+                at = self.remove_tails(pool, node, run);
+                evicted += run;
             }
         }
         self.shrink_if_empty();
         evicted
     }
 
+    /// How many blocks at the end of a leaf, `most` at most, have no reference and no higher rank than `lowest`.
+    fn evictable_run(&self, pool: &BlockPool, leaf: NodeId, lowest: P::Rank, most: usize) -> usize {
+        let node = &self.nodes[leaf];
+        let depths = (node.start() + 1..=node.end()).rev();
+        let tails = node.blocks.iter().rev().zip(depths).take(most);
+        let run = tails.take_while(|&(&block, depth)| {
+            pool.references(block) == 0 && P::rank(pool.last_used(block), depth) <= lowest
+        });
+        run.count()
+    }
+
     /// Takes a held block that nothing in the tree depends on out of it.
     pub(crate) fn withdraw(&mut self, pool: &mut BlockPool, block: BlockId) {
-        let node = self.places[block as usize].node;
-        let above = node.and_then(|node| self.remove_tail(pool, node, block));
+        if let Some(log) = &mut self.log {
+            log.begin_removals();
+        }
+        let node = pool.node(block);
+        let above = node.and_then(|node| self.remove_tails(pool, node, 1));
         // Its ancestors are held too, so nothing becomes evictable.
         debug_assert!(above.is_none_or(|above| {
             let tail = self.nodes[above].leaf_tail();
@@ -434,12 +429,11 @@ impl<P: EvictionPolicy> RadixTree<P> {
         for &id in &ids {
             self.unindex(id);
             if let Some(tail) = self.nodes[id].leaf_tail() {
-                self.on_held(tail);
+                self.on_held(pool, tail);
             }
         }
         for &id in &ids {
             for block in self.nodes.remove(id).blocks {
-                self.places[block as usize].node = None;
                 pool.withdraw(block);
             }
         }
@@ -507,7 +501,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             let node = &self.nodes[id];
             node.parent == Some(parent) && node.first_block(self.block_size) == (tokens, media)
         };
-        let hash = (self.hash)(parent.0, tokens, media);
+        let hash = (self.hash)(parent.number(), tokens, media);
         self.children.find(hash, is_it).copied()
     }
 
@@ -545,21 +539,20 @@ impl<P: EvictionPolicy> RadixTree<P> {
     }
 
     /// The rank of a leaf's tail.
-    fn rank(&self, tail: BlockId, leaf: NodeId) -> P::Rank {
-        let depth = self.nodes[leaf].end();
-        P::rank(self.places[tail as usize].last_used, depth)
+    fn rank(&self, pool: &BlockPool, tail: BlockId, leaf: NodeId) -> P::Rank {
+        P::rank(pool.last_used(tail), self.nodes[leaf].end())
     }
 
     /// The entry of `evictable` for a block, if it is the tail of a leaf.
-    fn leaf_entry(&self, block: BlockId) -> Option<(P::Rank, NodeId)> {
-        let leaf = self.places[block as usize].node?;
+    fn leaf_entry(&self, pool: &BlockPool, block: BlockId) -> Option<(P::Rank, NodeId)> {
+        let leaf = pool.node(block)?;
         let is_tail = self.nodes[leaf].leaf_tail() == Some(block);
-        is_tail.then(|| (self.rank(block, leaf), leaf))
+        is_tail.then(|| (self.rank(pool, block, leaf), leaf))
     }
 
     /// Splits an edge after `at` of its blocks. The upper half is the new node, so that the children's parent
     /// stays. Returns the upper half.
-    fn split(&mut self, id: NodeId, at: usize) -> NodeId {
+    fn split(&mut self, pool: &mut BlockPool, id: NodeId, at: usize) -> NodeId {
         self.unindex(id);
         let size = self.block_size;
         let node = &mut self.nodes[id];
@@ -582,27 +575,30 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let upper = self.nodes.insert(upper);
         self.nodes[id].parent = Some(upper);
         for &block in &self.nodes[upper].blocks {
-            self.places[block as usize].node = Some(upper);
+            pool.set_node(block, upper);
         }
         self.index(upper);
         self.index(id);
         upper
     }
 
-    /// Removes the tail block of a leaf, and the leaf when that was all of it. Returns the node that now ends
-    /// the path, if any.
-    fn remove_tail(&mut self, pool: &mut BlockPool, id: NodeId, tail: BlockId) -> Option<NodeId> {
-        self.places[tail as usize].node = None;
-        pool.withdraw(tail);
+    /// Removes the last `n` blocks of a leaf, and the leaf when that is all of it. Returns the node that now ends the
+    /// path, if any.
+    fn remove_tails(&mut self, pool: &mut BlockPool, id: NodeId, n: usize) -> Option<NodeId> {
+        let size = self.block_size;
         let node = &mut self.nodes[id];
-        if let Some(log) = &mut self.log {
-            log.removed(&node.namespace, tail);
+        let kept = node.blocks.len() - n;
+        for &block in node.blocks[kept..].iter().rev() {
+            pool.withdraw(block);
         }
-        if node.blocks.len() > 1 {
-            node.blocks.pop();
-            node.tokens.truncate(node.tokens.len() - self.block_size);
+        if let Some(log) = &mut self.log {
+            log.removed(&node.namespace, &node.blocks[kept..]);
+        }
+        if kept > 0 {
+            node.blocks.truncate(kept);
+            node.tokens.truncate(kept * size);
             if !node.media.is_empty() {
-                let (start, end) = (node.start() * self.block_size, node.end() * self.block_size);
+                let (start, end) = (node.start() * size, node.end() * size);
                 node.media = touching(&node.media, start..end).into();
             }
             // Halving what is a quarter full keeps this O(1) a block.

@@ -1,14 +1,11 @@
-//! A caller's array to write results to.
+//! A caller's array to write numbers to.
 
 use std::marker::PhantomData;
 
-use numpy::{
-    Element, PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, npyffi,
-};
 use pyo3::prelude::*;
 
-use crate::error::invalid;
-use crate::int::show;
+use super::dtype::Scalar;
+use super::view::View;
 
 /// A checked array: `T`, writable, aligned, contiguous rows. One dimension is one row.
 pub(crate) struct Rows<'a, T> {
@@ -17,50 +14,34 @@ pub(crate) struct Rows<'a, T> {
     columns: usize,
     /// Bytes from a row to the next.
     stride: isize,
-    array: PhantomData<(&'a PyUntypedArray, T)>,
+    array: PhantomData<(View<'a>, T)>,
 }
 
-impl<'a, T: Element + Copy> Rows<'a, T> {
-    /// Checks an array of `dimensions` (1 or 2) dimensions.
-    pub(crate) fn new(
+impl<'a, T: Scalar> Rows<'a, T> {
+    /// Checks an array of two dimensions; `shape` names them for messages.
+    pub(crate) fn matrix(
         argument: &'static str,
         value: &'a Bound<'_, PyAny>,
-        dimensions: usize,
+        shape: &str,
     ) -> PyResult<Self> {
-        let dtype = PyArrayDescr::of::<T>(value.py());
-        let Ok(array) = value.cast::<PyUntypedArray>() else {
-            let problem = format!("got {}, expected a numpy array of {dtype}", show(value));
-            return Err(invalid(argument, problem));
-        };
-        if !array.dtype().is_equiv_to(&dtype) || array.ndim() != dimensions {
-            let (shape, got) = (array.shape(), array.dtype());
-            let problem = format!(
-                "got {got} of shape {shape:?}, expected {dtype} of {dimensions} dimension(s)"
-            );
-            return Err(invalid(argument, problem));
-        }
-        let (shape, strides) = (array.shape(), array.strides());
-        let columns = shape[dimensions - 1];
-        if columns > 1 && strides[dimensions - 1] != size_of::<T>() as isize {
-            return Err(invalid(
-                argument,
-                format!("got strides {strides:?}, expected contiguous rows"),
-            ));
-        }
-        // SAFETY: the array object is alive, as `value` is.
-        let fields = unsafe { &(*array.as_array_ptr()).fields };
-        let (flags, data) = (fields.flags, fields.data);
-        if flags & npyffi::NPY_ARRAY_WRITEABLE == 0 || flags & npyffi::NPY_ARRAY_ALIGNED == 0 {
-            return Err(invalid(
-                argument,
-                "got a read-only or misaligned array, expected one to write to",
-            ));
-        }
+        let view = checked::<T>(argument, value, 2, shape)?;
         Ok(Self {
-            data: data.cast(),
-            rows: if dimensions == 1 { 1 } else { shape[0] },
-            columns,
-            stride: if dimensions == 1 { 0 } else { strides[0] },
+            data: view.data(),
+            rows: view.shape()[0],
+            columns: view.shape()[1],
+            stride: view.strides()[0],
+            array: PhantomData,
+        })
+    }
+
+    /// Checks an array of one dimension: one row.
+    pub(crate) fn vector(argument: &'static str, value: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        let view = checked::<T>(argument, value, 1, "[n]")?;
+        Ok(Self {
+            data: view.data(),
+            rows: 1,
+            columns: view.shape()[0],
+            stride: 0,
             array: PhantomData,
         })
     }
@@ -79,10 +60,37 @@ impl<'a, T: Element + Copy> Rows<'a, T> {
         for (column, value) in (column..self.columns).zip(values) {
             // SAFETY: row and column are within the shape, which numpy vouches for together with the strides; the
             // array is aligned, writable and alive. No reference to its memory is made.
-            unsafe {
-                let row = self.data.offset(row as isize * self.stride).cast::<T>();
-                row.add(column).write(value);
-            }
+            unsafe { self.row(row).add(column).write(value) }
         }
     }
+
+    /// Reads one item.
+    pub(crate) fn read(&self, row: usize, column: usize) -> T {
+        assert!(row < self.rows && column < self.columns);
+        // SAFETY: as above; every bit pattern is a `T`.
+        unsafe { self.row(row).add(column).read() }
+    }
+
+    fn row(&self, row: usize) -> *mut T {
+        // Wrapping: only callers know that the row exists.
+        self.data
+            .wrapping_offset(row as isize * self.stride)
+            .cast::<T>()
+    }
+}
+
+fn checked<'a, T: Scalar>(
+    argument: &'static str,
+    value: &'a Bound<'_, PyAny>,
+    rank: usize,
+    shape: &str,
+) -> PyResult<View<'a>> {
+    let view = View::new(argument, value)?;
+    if view.dtype() != T::DTYPE || view.shape().len() != rank {
+        return Err(view.unlike(&format!("{} of shape {shape}", T::NAME)));
+    }
+    view.expect_contiguous(rank - 1)?;
+    view.expect_writable()?;
+    view.expect_aligned()?;
+    Ok(view)
 }

@@ -1,0 +1,201 @@
+//! What paged attention reads and writes in place, from checked numpy arrays. Everything goes through their strides, and
+//! need not be aligned.
+
+use leafkv_core::attention::{
+    Blocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Side, Vectors, VectorsMut,
+};
+use numpy::PyArray3;
+use pyo3::prelude::*;
+
+use super::dtype::{Dtype, Scalar};
+use super::view::View;
+use crate::error::{invalid, to_py};
+
+const VECTORS: &str = "float32 of shape [tokens, heads, head_dim]";
+
+impl<'a> View<'a> {
+    /// A copy of a vector of `T`.
+    pub(crate) fn vector<T: Scalar>(&self) -> PyResult<Vec<T>> {
+        self.expect(&[T::DTYPE], 1, &format!("{} of shape [n]", T::NAME))?;
+        Ok((0..self.shape()[0]).map(|i| self.read(i, 0)).collect())
+    }
+
+    /// A matrix of int32, to be read entry by entry.
+    pub(crate) fn int32_matrix(&self) -> PyResult<impl Fn(usize, usize) -> i32> {
+        self.expect(&[Dtype::I32], 2, "int32 of shape [rows, columns]")?;
+        Ok(|i, j| self.read(i, j))
+    }
+
+    /// A float32 array `[tokens, heads, head_dim]` to read.
+    pub(crate) fn vectors(&self) -> PyResult<Vectors<'a>> {
+        let (shape, strides) = self.vectors_layout()?;
+        // SAFETY: numpy vouches for shape and strides; the array lives for `'a`. That nobody writes it meanwhile is
+        // the caller's duty, as documented.
+        Ok(unsafe { Vectors::from_raw_parts(self.data(), shape, strides) })
+    }
+
+    /// A float32 array `[tokens, heads, head_dim]` to write, apart from all that is read.
+    pub(crate) fn vectors_mut(&self, read: &[&View<'_>]) -> PyResult<VectorsMut<'a>> {
+        let (shape, strides) = self.vectors_layout()?;
+        self.expect_writable()?;
+        if self.rows_overlap() {
+            return Err(self.wrong(&format!(
+                "strides {:?} of shape {shape:?} put rows onto each other",
+                self.strides()
+            )));
+        }
+        for other in read {
+            self.expect_apart(other)?;
+        }
+        // SAFETY: as above; it is writable, and apart from what the call reads.
+        Ok(unsafe { VectorsMut::from_raw_parts(self.data(), shape, strides) })
+    }
+
+    fn vectors_layout(&self) -> PyResult<([usize; 3], [isize; 2])> {
+        self.expect(&[Dtype::F32], 3, VECTORS)?;
+        self.expect_contiguous(2)?;
+        let (shape, strides) = (self.shape(), self.strides());
+        Ok(([shape[0], shape[1], shape[2]], [strides[0], strides[1]]))
+    }
+
+    /// Whether rows of `[tokens, heads, head_dim]` may share memory. Two steps, the larger one clear of the smaller
+    /// one's reach: so numpy lays out every array that was not made by hand.
+    fn rows_overlap(&self) -> bool {
+        let mut steps = [0, 1].map(|i| (self.strides()[i].unsigned_abs(), self.shape()[i]));
+        steps.sort_unstable();
+        let mut reach = self.shape()[2] * self.item_size();
+        for (stride, n) in steps {
+            if n > 1 && stride < reach {
+                return !self.is_empty();
+            }
+            reach += n.saturating_sub(1) * stride;
+        }
+        false
+    }
+
+    /// An array of contiguous blocks to copy.
+    pub(crate) fn blocks(&self) -> PyResult<Blocks> {
+        let [num_blocks, block @ ..] = self.shape() else {
+            return Err(self.wrong("got a scalar, expected an array of blocks"));
+        };
+        self.expect_no_objects()?;
+        self.expect_writable()?;
+        self.expect_contiguous(1)?;
+        let (bytes, stride) = (
+            block.iter().product::<usize>() * self.item_size(),
+            self.strides()[0],
+        );
+        if !self.is_empty() && *num_blocks > 1 && stride.unsigned_abs() < bytes {
+            return Err(self.wrong("its blocks overlap each other"));
+        }
+        // SAFETY: numpy vouches for shape and strides; blocks are contiguous, apart and writable. That nobody else
+        // uses them meanwhile is the caller's duty, as documented.
+        Ok(unsafe { Blocks::from_raw_parts(self.data(), *num_blocks, stride, bytes) })
+    }
+
+    /// Pairs of blocks, int32 `[N, 2]`.
+    pub(crate) fn pairs(&self) -> PyResult<Vec<(i32, i32)>> {
+        let expected = "int32 of shape [N, 2]";
+        self.expect(&[Dtype::I32], 2, expected)?;
+        let [n, 2] = *self.shape() else {
+            return Err(self.unlike(expected));
+        };
+        Ok((0..n).map(|i| (self.read(i, 0), self.read(i, 1))).collect())
+    }
+
+    fn kv_dtype(&self) -> Option<KvDtype> {
+        match self.dtype() {
+            Dtype::F32 => Some(KvDtype::F32),
+            Dtype::F16 => Some(KvDtype::F16),
+            Dtype::Bf16 | Dtype::U16 => Some(KvDtype::Bf16),
+            _ => None,
+        }
+    }
+
+    fn kv_array(&self) -> KvArray {
+        let strides = self.strides();
+        KvArray {
+            base: self.data(),
+            block_stride: strides[0],
+            head_stride: strides[1],
+            token_stride: if strides.len() == 4 { strides[2] } else { 0 },
+        }
+    }
+}
+
+/// One layer's cache from its two arrays; `head_dim` is needed to tell a tiled cache's block size.
+pub(crate) fn kv_layer<'a>(
+    key: &View<'a>,
+    value: &View<'a>,
+    head_dim: usize,
+) -> PyResult<KvLayer<'a>> {
+    let shape = key.shape();
+    let (layout, axes) = match shape.len() {
+        3 => (KvLayout::Tiled, "[blocks, heads, block_size * head_dim]"),
+        4 => (KvLayout::Rows, "[blocks, heads, block_size, head_dim]"),
+        rank => {
+            let problem = format!("got {rank} dimensions, expected 4 (rows) or 3 (tiled)");
+            return Err(invalid(Side::Key.argument(), problem));
+        }
+    };
+    for array in [key, value] {
+        if array.kv_dtype().is_none() || array.shape().len() != shape.len() {
+            return Err(array.unlike(&format!(
+                "float32, float16, bfloat16 or uint16 (the bits of bfloat16) of shape {axes}"
+            )));
+        }
+        array.expect_contiguous(shape.len() - 1)?;
+    }
+    let dtype = key
+        .kv_dtype()
+        .filter(|_| value.kv_dtype() == key.kv_dtype());
+    let Some(dtype) = dtype.filter(|_| value.shape() == shape) else {
+        return Err(value.unlike(&format!("those of key_cache, {}", key.what())));
+    };
+    let inner = shape[shape.len() - 1];
+    let block_size = match layout {
+        KvLayout::Rows if inner != head_dim => {
+            return Err(key.wrong(&format!(
+                "got head_dim {inner} (shape {shape:?}), expected {head_dim}"
+            )));
+        }
+        KvLayout::Rows => shape[2],
+        KvLayout::Tiled if head_dim == 0 || !inner.is_multiple_of(head_dim) => {
+            return Err(key.wrong(&format!(
+                "got {inner} elements a block and head (shape {shape:?}), expected a multiple of head_dim, {head_dim}"
+            )));
+        }
+        KvLayout::Tiled => inner / head_dim,
+    };
+    let spec = KvSpec {
+        dtype,
+        layout,
+        num_blocks: shape[0],
+        num_kv_heads: shape[1],
+        block_size,
+        head_dim,
+    };
+    // SAFETY: numpy vouches for shapes and strides, which the spec repeats; the arrays live for `'a`. That nobody
+    // writes slots in use meanwhile is the caller's duty, as documented.
+    unsafe { KvLayer::new(spec, key.kv_array(), value.kv_array()) }.map_err(to_py)
+}
+
+/// Refuses caches that cannot take new keys and values: read-only, the same memory twice, or the source itself.
+pub(crate) fn expect_storable(caches: [&View<'_>; 2], sources: [&View<'_>; 2]) -> PyResult<()> {
+    for cache in caches {
+        cache.expect_writable()?;
+        for source in sources {
+            cache.expect_apart(source)?;
+        }
+    }
+    if caches[0].data() == caches[1].data() && !caches[0].is_empty() {
+        return Err(caches[1].wrong("it is the memory of key_cache"));
+    }
+    Ok(())
+}
+
+/// A new float32 array `[tokens, heads, head_dim]`, whose every element the caller will write.
+pub(crate) fn empty(py: Python<'_>, shape: [usize; 3]) -> Bound<'_, PyAny> {
+    // SAFETY: floats have no invalid bits, and the kernel writes all before Python sees any.
+    unsafe { PyArray3::<f32>::new(py, shape, false) }.into_any()
+}

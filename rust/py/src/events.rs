@@ -1,0 +1,185 @@
+//! What a `KVManager` tells of its prefix cache.
+
+use leafkv_core::{Change, Digest, Media};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::array::ints::ints;
+use crate::error::to_py;
+use crate::int::positive;
+use crate::scope::{Namespace, media as spans};
+
+/// One change of the prefix cache. Blocks are named by their digests, see `block_digests`.
+///
+/// | kind        | what happened                                                            |
+/// |-------------|--------------------------------------------------------------------------|
+/// | `"stored"`  | `blocks`, each the parent of the next, can be found from now on          |
+/// | `"reused"`  | a prompt was served from `blocks`, its first ones                        |
+/// | `"removed"` | `blocks` cannot be found any more: children before their parents         |
+/// | `"cleared"` | nothing of `namespace` (of any, if it is None) can be found any more     |
+#[pyclass(frozen, eq, module = "leafkv._core")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct Event(leafkv_core::Event);
+
+impl From<leafkv_core::Event> for Event {
+    fn from(event: leafkv_core::Event) -> Self {
+        Self(event)
+    }
+}
+
+impl Event {
+    fn namespace_bytes(&self) -> Option<&[u8]> {
+        match &self.0.change {
+            Change::Stored { namespace, .. }
+            | Change::Reused { namespace, .. }
+            | Change::Removed { namespace, .. } => Some(namespace),
+            Change::Cleared { namespace } => namespace.as_deref(),
+        }
+    }
+
+    fn digests(&self) -> &[Digest] {
+        match &self.0.change {
+            Change::Stored { blocks, .. }
+            | Change::Reused { blocks, .. }
+            | Change::Removed { blocks, .. } => blocks,
+            Change::Cleared { .. } => &[],
+        }
+    }
+}
+
+#[pymethods]
+impl Event {
+    /// 0, 1, 2, …: a number that is missing is an event that was dropped. Of a snapshot: the snapshot's.
+    #[getter]
+    fn number(&self) -> u64 {
+        self.0.number
+    }
+
+    /// "stored", "reused", "removed" or "cleared".
+    #[getter]
+    fn kind(&self) -> &'static str {
+        match self.0.change {
+            Change::Stored { .. } => "stored",
+            Change::Reused { .. } => "reused",
+            Change::Removed { .. } => "removed",
+            Change::Cleared { .. } => "cleared",
+        }
+    }
+
+    /// The namespace of the blocks. None: all namespaces were cleared.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.namespace_bytes().map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    /// The digests of the blocks, 32 bytes each.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        digest_list(py, self.digests())
+    }
+
+    /// Of `"stored"`: the digest of the block before the first one. None at the start of a prompt.
+    #[getter]
+    fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        match &self.0.change {
+            Change::Stored { parent, .. } => parent.map(|digest| PyBytes::new(py, &digest)),
+            _ => None,
+        }
+    }
+
+    /// Of `"stored"`: the tokens of the blocks, uint32 [len(blocks) * block_size]. Otherwise empty.
+    #[getter]
+    fn tokens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u32>> {
+        match &self.0.change {
+            Change::Stored { tokens, .. } => PyArray1::from_slice(py, tokens),
+            _ => PyArray1::from_slice(py, &[]),
+        }
+    }
+
+    /// Of `"stored"`: the media spans `(start, length, digest)` that touch the blocks, at their positions in the
+    /// prompt. Otherwise empty.
+    #[getter]
+    fn media<'py>(&self, py: Python<'py>) -> Vec<(usize, usize, Bound<'py, PyBytes>)> {
+        match &self.0.change {
+            Change::Stored { media, .. } => media.iter().map(|span| triple(py, span)).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let namespace = self.namespace(py).into_pyobject(py)?.repr()?;
+        let (number, kind, blocks) = (self.0.number, self.kind(), self.digests().len());
+        Ok(format!(
+            "Event(number={number}, kind='{kind}', namespace={namespace}, {blocks} blocks)"
+        ))
+    }
+}
+
+/// All that the prefix cache had at one moment.
+#[pyclass(frozen, eq, module = "leafkv._core")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct Snapshot(leafkv_core::Snapshot);
+
+impl From<leafkv_core::Snapshot> for Snapshot {
+    fn from(snapshot: leafkv_core::Snapshot) -> Self {
+        Self(snapshot)
+    }
+}
+
+#[pymethods]
+impl Snapshot {
+    /// The number of the first event after it.
+    #[getter]
+    fn number(&self) -> u64 {
+        self.0.number
+    }
+
+    /// All blocks, as events of kind `"stored"`: parents before their children.
+    #[getter]
+    fn stored(&self) -> Vec<Event> {
+        let event = |change: &Change| leafkv_core::Event {
+            number: self.0.number,
+            change: change.clone(),
+        };
+        self.0.stored.iter().map(event).map(Event).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        let blocks = |change: &Change| match change {
+            Change::Stored { blocks, .. } => blocks.len(),
+            _ => 0,
+        };
+        let blocks: usize = self.0.stored.iter().map(blocks).sum();
+        format!("Snapshot(number={}, {blocks} blocks)", self.0.number)
+    }
+}
+
+/// The digests of the whole blocks of `tokens`, 32 bytes each: names of blocks that are the same in every process.
+///
+/// A digest stands for the tokens up to the end of its block, the media among them, `namespace` and `block_size`. The
+/// format is fixed: BLAKE3 over the digest of the block before it, the tokens, and the spans that touch the block.
+#[pyfunction]
+#[pyo3(signature = (tokens, block_size, namespace=Namespace(b""), media=None))]
+#[pyo3(text_signature = "(tokens, block_size, namespace=b'', media=())")]
+pub(crate) fn block_digests<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    block_size: &Bound<'py, PyAny>,
+    namespace: Namespace<'_>,
+    media: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyList>> {
+    let tokens = ints("tokens", tokens)?;
+    let block_size = positive("block_size", block_size)?;
+    let media = spans(media)?;
+    let digests = leafkv_core::block_digests(block_size, &tokens, namespace.with(&media));
+    digest_list(py, &digests.map_err(to_py)?)
+}
+
+fn digest_list<'py>(py: Python<'py>, digests: &[Digest]) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, digests.iter().map(|digest| PyBytes::new(py, digest)))
+}
+
+fn triple<'py>(py: Python<'py>, span: &Media) -> (usize, usize, Bound<'py, PyBytes>) {
+    (span.start, span.length, PyBytes::new(py, &span.digest))
+}
