@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch bench dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -39,6 +39,12 @@ test-python: $(VENV)/.dev
 test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.torch
 	.venv-torch/bin/python -m pytest tests/models
+
+## bench: measure the KV manager, in Rust and through Python, and write a record; half an hour of quiet is best
+bench: $(VENV)/.bench
+	cargo bench -p leafkv-core --bench kv_manager --locked
+	$(BIN)/python -m pytest benches/bench_kv_manager.py --benchmark-json=target/kv_manager.json --benchmark-disable-gc
+	$(BIN)/python benches/report.py target/kv_manager.json target/criterion
 
 ## dev: rebuild the extension after a change in Rust
 dev: $(VENV)/.dev
@@ -68,7 +74,8 @@ clean:
 $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.torch: EXTRAS = dev,torch-tests
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch: $(RUST_SOURCES) | $(VENV)/bin/python
+$(VENV)/.bench: EXTRAS = bench
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench: $(RUST_SOURCES) | $(VENV)/bin/python
 	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }
 	@echo "Building the extension in release mode and installing leafkv[$(EXTRAS)]: a minute or two"
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
