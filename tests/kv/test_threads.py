@@ -25,7 +25,7 @@ from leafkv._core import KVManager, WaitFor
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20
 THREADS = 8
-ROUNDS = 80
+ROUNDS = 50
 NAMESPACES = (b"", b"tenant")
 SHARED = [[branch, *(i * i % 5 % 2 for i in range(23))] for branch in range(3)]
 """What prompts begin with, for a random length."""

@@ -1,7 +1,8 @@
 //! `KVManager` and its answers. A call converts its arguments, takes the lock, and converts the result.
 //!
 //! Python is never called under the lock: it could run a finalizer that comes back to the same manager. Calls take
-//! microseconds, so the GIL stays.
+//! microseconds, so the GIL stays. On free-threaded Python the lock alone orders calls; a thread that waits for it holds
+//! up a garbage collection at most, and only that long.
 
 use std::sync::Mutex;
 

@@ -1,4 +1,12 @@
 //! numpy arrays, and what stands in for them, at the boundary: the only module that knows numpy.
+//!
+//! No GIL is relied on: on a free-threaded Python other threads run during any call. Lists, `array.array` and other
+//! containers may change meanwhile: an item is then seen as before or after. So may numbers in an array: what decides where
+//! memory is touched (block ids, slots, lengths, copies) is read once, into a copy, and that copy is checked.
+//!
+//! What callers must not do, as numpy itself guards nothing there: change the *shape, strides, dtype or size* of an array
+//! object in place (`resize`, assignment to `.shape`, `.strides`, `.dtype`) while a call has it as an argument. Nor write
+//! KV slots that a running attention call reads, or read its output: those results mean nothing.
 
 pub(crate) mod out;
 pub(crate) mod strided;

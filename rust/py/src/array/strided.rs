@@ -81,7 +81,7 @@ impl<'a> Strided<'a> {
         let (mut shape, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
         shape[..rank].copy_from_slice(array.shape());
         strides[..rank].copy_from_slice(array.strides());
-        // SAFETY: the array object is alive, as `value` is, and the GIL is held.
+        // SAFETY: the array object is alive, as `value` is; nobody changes its shape meanwhile (`array`).
         let (data, flags) = unsafe {
             let fields = &*npyffi::_PyArray_GET_ITEM_DATA(array.as_array_ptr());
             (fields.data, fields.flags)
