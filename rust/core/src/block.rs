@@ -13,6 +13,52 @@ pub type TokenId = u32;
 /// A sequence, by the name its owner gave it.
 pub type SequenceId = u64;
 
+/// Tokens of a block, at least one: a divisor that shifts where it can.
+///
+/// Nearly every block size is a power of two, and a division takes longer than all else a decoding token costs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BlockSize {
+    tokens: usize,
+    /// `None`: not a power of two.
+    shift: Option<u32>,
+}
+
+impl BlockSize {
+    pub(crate) fn new(tokens: usize) -> Self {
+        let shift = tokens.is_power_of_two().then(|| tokens.trailing_zeros());
+        Self { tokens, shift }
+    }
+
+    pub(crate) fn tokens(self) -> usize {
+        self.tokens
+    }
+
+    /// Whole blocks in so many tokens, and the tokens that remain.
+    pub(crate) fn divide(self, tokens: usize) -> (usize, usize) {
+        let blocks = self.whole_blocks(tokens);
+        (blocks, tokens - blocks * self.tokens)
+    }
+
+    /// Whole blocks in so many tokens.
+    pub(crate) fn whole_blocks(self, tokens: usize) -> usize {
+        match self.shift {
+            Some(shift) => tokens >> shift,
+            None => tokens / self.tokens,
+        }
+    }
+
+    /// The tokens that fill whole blocks.
+    pub(crate) fn whole_tokens(self, tokens: usize) -> usize {
+        self.whole_blocks(tokens) * self.tokens
+    }
+
+    /// Blocks that so many tokens need.
+    pub(crate) fn blocks_for(self, tokens: usize) -> usize {
+        let (whole, rest) = self.divide(tokens);
+        whole + usize::from(rest > 0)
+    }
+}
+
 /// One block to be copied onto another, all layers, K and V.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockCopy {
@@ -135,6 +181,18 @@ mod tests {
             assert_eq!(common_prefix(&a[..different], &a), different);
         }
         assert_eq!(common_prefix(&a, &a), 300);
+    }
+
+    #[test]
+    fn block_sizes_divide() {
+        for size in 1..=33 {
+            let blocks = BlockSize::new(size);
+            for tokens in (0..100).chain(usize::MAX - 40..=usize::MAX) {
+                assert_eq!(blocks.divide(tokens), (tokens / size, tokens % size));
+                assert_eq!(blocks.whole_tokens(tokens), tokens / size * size);
+                assert_eq!(blocks.blocks_for(tokens), tokens.div_ceil(size));
+            }
+        }
     }
 
     fn span(start: usize, length: usize, content: u8) -> Media {

@@ -91,14 +91,14 @@ impl Sequence {
         destinations: &HashSet<BlockId>,
     ) -> Result<(), &'static str> {
         let store = &manager.store;
-        let full = self.committed / manager.block_size;
+        let full = manager.block_size.whole_blocks(self.committed);
         if self.committed > self.reserved
             || self.committed > self.known.len()
             || self.prompt > self.known.len()
         {
             return Err("committed tokens are known and reserved");
         }
-        if self.table.len() != self.reserved.div_ceil(manager.block_size) {
+        if self.table.len() != manager.block_size.blocks_for(self.reserved) {
             return Err("the table has the blocks of the reserved tokens");
         }
         let mut cached = Vec::new();

@@ -16,14 +16,15 @@
 //! so a step costs the same at the end of a long sequence as at its beginning.
 
 use crate::block::{
-    BlockCopy, BlockId, Scope, SequenceId, TokenId, check_media, common_media, common_prefix,
+    BlockCopy, BlockId, BlockSize, Scope, SequenceId, TokenId, check_media, common_media,
+    common_prefix,
 };
 use crate::error::{Error, Result};
 use crate::events::{Event, EventLog, Snapshot};
 use crate::pins::{NEVER, Pin, Pins};
 use crate::pool::BlockPool;
 use crate::radix::{BlockHash, RadixTree, hash_block};
-use crate::sequence::{Sequence, cacheable, whole};
+use crate::sequence::{Sequence, cacheable};
 use crate::sequences::Sequences;
 use crate::slab::Key;
 use crate::store::{BlockStore, Hit};
@@ -120,7 +121,7 @@ struct Clock {
 /// Block tables, block pool and prefix cache of one KV memory.
 #[derive(Debug)]
 pub struct KvManager {
-    pub(crate) block_size: usize,
+    pub(crate) block_size: BlockSize,
     prefix_caching: bool,
     pub(crate) store: BlockStore,
     pub(crate) sequences: Sequences,
@@ -157,7 +158,7 @@ impl KvManager {
         let log = (config.event_capacity > 0)
             .then(|| Box::new(EventLog::new(block_size, config.event_capacity)));
         Ok(Self {
-            block_size,
+            block_size: BlockSize::new(block_size),
             prefix_caching: config.prefix_caching,
             store: BlockStore {
                 block_size,
@@ -184,7 +185,7 @@ impl KvManager {
 
     /// Tokens of a block.
     pub fn block_size(&self) -> usize {
-        self.block_size
+        self.block_size.tokens()
     }
 
     /// Free and evictable blocks: what admission may count on. O(1).
@@ -216,7 +217,7 @@ impl KvManager {
         if tokens.is_empty() {
             return Err(Error::invalid("tokens", "got none, expected at least one"));
         }
-        let needed = tokens.len().div_ceil(self.block_size);
+        let needed = self.block_size.blocks_for(tokens.len());
         let usable = self.num_blocks() - self.store.pins.budget();
         if needed > usable {
             let tokens = tokens.len();
@@ -268,50 +269,69 @@ impl KvManager {
         self.grow_one(key, n)
     }
 
+    #[inline]
     pub(crate) fn grow_one(&mut self, key: Key, n: usize) -> Result<()> {
-        let (store, size) = (&mut self.store, self.block_size);
+        let size = self.block_size;
         let sequence = &mut self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);
-        let slots = sequence.table.len() * size;
-        let more = reserved.saturating_sub(slots).div_ceil(size);
         let to_write = sequence
             .partial_block(size)
             .filter(|_| reserved > sequence.committed);
-        let mut shared = to_write.filter(|&index| !store.is_writable(sequence.table[index]));
-        let needed = more.saturating_add(usize::from(shared.is_some()));
+        let shared = to_write.filter(|&index| !self.store.is_writable(sequence.table[index]));
+        let missing = reserved.saturating_sub(sequence.table.len() * size.tokens());
+        if missing > 0 || shared.is_some() {
+            self.take_blocks(key, size.blocks_for(missing), shared)?;
+        }
+        let sequence = &mut self.sequences[key];
+        sequence.reserved = reserved;
+        if n > 0 && sequence.uncounted.is_some() {
+            self.count_query(key);
+        }
+        Ok(())
+    }
+
+    /// Gives a sequence `more` blocks, and one in place of the block at `shared`, which others have too.
+    #[inline(never)]
+    fn take_blocks(&mut self, key: Key, more: usize, mut shared: Option<usize>) -> Result<()> {
+        let store = &mut self.store;
+        let sequence = &mut self.sequences[key];
         if let Some(index) = shared
-            && needed - 1 == store.allocatable()
+            && more == store.allocatable()
             && store.can_take_over(sequence.table[index])
         {
             store.take_over(sequence.table[index]);
             shared = None;
         }
         let needed = more.saturating_add(usize::from(shared.is_some()));
-        if needed > 0 {
-            store.make_room(needed)?;
-            store.pool.allocate(needed, &mut sequence.table);
-        }
+        store.make_room(needed)?;
+        store.pool.allocate(needed, &mut sequence.table);
         if let Some(index) = shared {
             // The block allocated last takes its place.
             let block = sequence.table.swap_remove(index);
             store.replace_by_copy(block, sequence.table[index]);
             sequence.changed(index);
         }
-        sequence.reserved = reserved;
-        // A begin that is taken back, because the rest does not fit now, was no query.
-        if let Some((prompt, hit)) = sequence.uncounted.take_if(|_| n > 0) {
-            self.query_tokens += prompt as u64;
-            self.hit_tokens += hit as u64;
-            self.partial_hit_tokens += (hit % size) as u64;
-            // What truncation has dropped of the hit serves nobody.
-            let reused = hit.min(sequence.committed) / size;
-            if let (Some(log), Some(namespace)) = (&mut store.tree.log, &sequence.namespace)
-                && reused > 0
-            {
-                log.reused(namespace, &sequence.table[..reused]);
-            }
-        }
         Ok(())
+    }
+
+    /// Counts a prompt when it first gets slots: a begin that is taken back, because the rest does not fit now, was no
+    /// query.
+    fn count_query(&mut self, key: Key) {
+        let size = self.block_size;
+        let sequence = &mut self.sequences[key];
+        let Some((prompt, hit)) = sequence.uncounted.take() else {
+            return;
+        };
+        self.query_tokens += prompt as u64;
+        self.hit_tokens += hit as u64;
+        self.partial_hit_tokens += size.divide(hit).1 as u64;
+        // What truncation has dropped of the hit serves nobody.
+        let reused = size.whole_blocks(hit.min(sequence.committed));
+        if let (Some(log), Some(namespace)) = (&mut self.store.tree.log, &sequence.namespace)
+            && reused > 0
+        {
+            log.reused(namespace, &sequence.table[..reused]);
+        }
     }
 
     /// The KV of the first `n` tokens is written. `new_tokens` continues the known tokens, which must reach `n`.
@@ -358,6 +378,7 @@ impl KvManager {
     }
 
     /// A commit that is right.
+    #[inline]
     pub(crate) fn commit_one(
         &mut self,
         id: SequenceId,
@@ -367,13 +388,22 @@ impl KvManager {
     ) {
         let size = self.block_size;
         let sequence = &mut self.sequences[key];
-        sequence.known.extend_from_slice(new_tokens);
-        let from = sequence.committed / size;
-        if n / size == from {
-            // Most commits of a decoding sequence: no block is whole now that was not.
-            sequence.committed = n;
-            return;
+        match new_tokens {
+            [token] => sequence.known.push(*token),
+            tokens => sequence.known.extend_from_slice(tokens),
         }
+        if size.whole_blocks(n) > size.whole_blocks(sequence.committed) {
+            self.publish(id, key, n);
+        }
+        self.sequences[key].committed = n;
+    }
+
+    /// Enters the whole blocks of the first `n` tokens into the tree.
+    #[inline(never)]
+    fn publish(&mut self, id: SequenceId, key: Key, n: usize) {
+        let size = self.block_size;
+        let sequence = &mut self.sequences[key];
+        let from = size.whole_blocks(sequence.committed);
         let led = sequence.leads(size);
         if let Some(namespace) = sequence.namespace.as_deref() {
             let BlockStore { pool, tree, .. } = &mut self.store;
@@ -396,7 +426,7 @@ impl KvManager {
         self.check_new(child, "child_id")?;
         let committed = parent.committed;
         check_cut(parent, committed, "parent_id")?;
-        let table = parent.table[..committed.div_ceil(self.block_size)].to_vec();
+        let table = parent.table[..self.block_size.blocks_for(committed)].to_vec();
         let media = parent.media.iter().filter(|span| span.start < committed);
         let child_sequence = Sequence::new(
             parent.namespace.clone(),
@@ -421,7 +451,7 @@ impl KvManager {
         if n < sequence.committed {
             check_cut(sequence, n, "n")?;
         }
-        let kept = n.div_ceil(self.block_size);
+        let kept = self.block_size.blocks_for(n);
         self.store.touch(&sequence.table);
         self.store.unhold(&sequence.table[kept..]);
         sequence.table.truncate(kept);
@@ -512,8 +542,8 @@ impl KvManager {
         let (id, blocks) = self.store.pin(tokens, scope, ends);
         Ok(Pin {
             id,
-            tokens: blocks * self.block_size,
-            partial: blocks < tokens.len() / self.block_size,
+            tokens: blocks * self.block_size.tokens(),
+            partial: blocks < self.block_size.whole_blocks(tokens.len()),
         })
     }
 
@@ -599,10 +629,10 @@ impl KvManager {
             if leader.namespace.as_deref() != Some(scope.namespace) {
                 continue;
             }
-            let prompt = &leader.known[..whole(leader.prompt, self.block_size)];
+            let prompt = &leader.known[..self.block_size.whole_tokens(leader.prompt)];
             let common = common_prefix(cacheable(tokens), prompt);
             let common = common.min(common_media(scope.media, &leader.media, 0));
-            let shared = whole(common, self.block_size);
+            let shared = self.block_size.whole_tokens(common);
             // Of equals the one that is furthest along, then the oldest.
             if shared > 0 && (shared, leader.committed) > most {
                 most = (shared, leader.committed);

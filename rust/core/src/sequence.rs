@@ -1,6 +1,6 @@
 //! The record of a live sequence, and what is whole blocks of it.
 
-use crate::block::{BlockId, Media, Scope, SequenceId, TokenId, touching};
+use crate::block::{BlockId, BlockSize, Media, Scope, SequenceId, TokenId, touching};
 use crate::error::{Error, Result};
 
 /// A live sequence.
@@ -76,13 +76,14 @@ impl Sequence {
     }
 
     /// The slots of the next `n` uncommitted tokens, as `(first slot, length)` of one run a block.
-    pub(crate) fn slots(&self, n: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
-        let (mut at, end) = (self.committed, self.committed + n);
-        let (mut index, mut offset) = (at / size, at % size);
+    pub(crate) fn slots(&self, n: usize, size: BlockSize) -> impl Iterator<Item = (usize, usize)> {
+        let mut left = n;
+        let (mut index, mut offset) = size.divide(self.committed);
         std::iter::from_fn(move || {
-            let run = (size - offset).min(end - at);
-            let slot = *self.table.get(index).filter(|_| run > 0)? as usize * size + offset;
-            (at, index, offset) = (at + run, index + 1, 0);
+            let run = (size.tokens() - offset).min(left);
+            let block = *self.table.get(index).filter(|_| run > 0)?;
+            let slot = block as usize * size.tokens() + offset;
+            (left, index, offset) = (left - run, index + 1, 0);
             Some((slot, run))
         })
     }
@@ -93,19 +94,15 @@ impl Sequence {
     }
 
     /// Whether it is about to commit whole blocks that other prompts may share.
-    pub(crate) fn leads(&self, block_size: usize) -> bool {
-        self.namespace.is_some() && self.committed < whole(self.prompt, block_size)
+    pub(crate) fn leads(&self, size: BlockSize) -> bool {
+        self.namespace.is_some() && self.committed < size.whole_tokens(self.prompt)
     }
 
     /// Index of the block that is written next, if it has committed tokens already.
-    pub(crate) fn partial_block(&self, block_size: usize) -> Option<usize> {
-        (!self.committed.is_multiple_of(block_size)).then_some(self.committed / block_size)
+    pub(crate) fn partial_block(&self, size: BlockSize) -> Option<usize> {
+        let (index, offset) = size.divide(self.committed);
+        (offset > 0).then_some(index)
     }
-}
-
-/// The tokens that fill whole blocks.
-pub(crate) fn whole(tokens: usize, block_size: usize) -> usize {
-    tokens - tokens % block_size
 }
 
 /// The part of a prompt that may come from the cache: one token is left to compute.
