@@ -248,7 +248,7 @@ impl Model {
         self.cached.values().any(|cached| cached.block == block)
     }
 
-    pub fn is_writable(&self, block: Block) -> bool {
+    fn is_writable(&self, block: Block) -> bool {
         self.references(block) == 1 && !self.is_findable(block)
     }
 

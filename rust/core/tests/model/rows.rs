@@ -154,7 +154,11 @@ impl Rows {
             ids: &ids,
             written: vec![None; items.len()],
         };
-        manager.update_rows(&ids, columns, &mut call)?;
+        if let Err(error) = manager.update_rows(&ids, columns, &mut call) {
+            // Nobody keeps a wrong stamp for later.
+            self.rows[items[0].1].stamp = 0;
+            return Err(error);
+        }
         let written = call.written;
         let mut incremental = false;
         for (index, &(id, row)) in items.iter().enumerate() {
