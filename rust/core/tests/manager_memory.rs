@@ -1,24 +1,31 @@
 //! How much memory the books take: measured by a counting allocator, in a process of its own.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::Cell;
 
 use leafkv_core::{Config, KvManager, TokenId};
 
-static LIVE: AtomicUsize = AtomicUsize::new(0);
+thread_local! {
+    /// Bytes that this thread has: the test harness has others.
+    static LIVE: Cell<usize> = const { Cell::new(0) };
+}
+
+fn count(change: impl FnOnce(usize) -> usize) {
+    LIVE.set(change(LIVE.get()));
+}
 
 struct Counting;
 
 // SAFETY: everything is passed on to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        count(|live| live.wrapping_add(layout.size()));
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        count(|live| live.wrapping_sub(layout.size()));
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -28,7 +35,7 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 fn live() -> usize {
-    LIVE.load(Ordering::Relaxed)
+    LIVE.get()
 }
 
 fn run(manager: &mut KvManager, id: u64, tokens: &[TokenId]) {
