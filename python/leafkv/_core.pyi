@@ -127,9 +127,20 @@ class Event:
     * ``"removed"``: ``blocks`` cannot be found any more; children before their parents.
     * ``"cleared"``: nothing of ``namespace`` (of any, if it is None) can be found any more.
 
-    Every access makes a new object, so keep what is needed more than once.
+    Every access makes a new object, so keep what is needed more than once. Events compare by value, and can be pickled.
     """
 
+    def __new__(
+        cls,
+        number: int,
+        kind: Literal["stored", "reused", "removed", "cleared"],
+        namespace: bytes | None = None,
+        blocks: Sequence[bytes] = (),
+        parent: bytes | None = None,
+        tokens: _TokenIds = (),
+        media: Sequence[_Media] = (),
+    ) -> Event: ...
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     @property
@@ -156,8 +167,10 @@ class Event:
 
 @final
 class Snapshot:
-    """All that the prefix cache had at one moment."""
+    """All that the prefix cache had at one moment. Snapshots compare by value, and can be pickled."""
 
+    def __new__(cls, number: int, stored: Sequence[Event] = ()) -> Snapshot: ...
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     @property
