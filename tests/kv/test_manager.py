@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -245,51 +242,3 @@ def test_sixteen_prompts_arriving_together_compute_their_prefix_once() -> None:
             waiting.remove(seq_id)
     assert computed == 1024 + 16 * 32
     manager.check_invariants()
-
-
-def test_many_threads_on_one_manager() -> None:
-    manager = KVManager(200, 4)
-    threads, rounds = 8, 400
-    failures: list[BaseException] = []
-    interval = sys.getswitchinterval()
-
-    def work(thread: int) -> None:
-        rng = random.Random(thread)
-        try:
-            for round_ in range(rounds):
-                seq_id = thread * rounds + round_
-                tokens = [*range(rng.randrange(20)), thread % 3, *range(rng.randrange(1, 20))]
-                answer = manager.begin(seq_id, np.array(tokens), bytes([rng.randrange(2)]))
-                if isinstance(answer, WaitFor):
-                    continue
-                try:
-                    manager.grow(seq_id, len(tokens) - answer.cached_tokens)
-                    table = manager.block_table(seq_id)
-                    assert len(set(table.tolist())) == len(table) == -(-len(tokens) // 4)
-                    manager.commit(seq_id, len(tokens), [1])
-                    child = 10**6 + seq_id
-                    manager.fork(seq_id, child)
-                    manager.grow(child, 1)
-                    manager.release(child)
-                except OutOfBlocksError:
-                    pass
-                manager.release(seq_id)
-                if round_ % 50 == 0:
-                    manager.check_invariants()
-                    manager.clear(b"\0")
-        except BaseException as error:
-            failures.append(error)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
-    manager.copies()
-    assert_drained(manager)
-    assert manager.stats().hit_tokens > 0

@@ -181,7 +181,7 @@ class CacheMirror:
         """A copy of all there is: by namespace, the digest of each block and that of its parent."""
         with self._lock:
             return {
-                namespace: {digest: block.parent and block.parent.digest for digest, block in blocks.items()}
+                namespace: {digest: block.parent.digest if block.parent else None for digest, block in blocks.items()}
                 for namespace, blocks in self._blocks.items()
             }
 
@@ -230,17 +230,18 @@ class CacheMirror:
 
 
 def _replay(everything: _Blocks, event: CacheEvent) -> None:
-    if event.namespace is None:
+    namespace = event.namespace
+    if namespace is None:
         everything.clear()
         return
-    blocks = everything.setdefault(event.namespace, {})
+    blocks = everything.setdefault(namespace, {})
     match event.kind:
         case "stored":
-            parent = None if event.parent is None else blocks.get(event.parent)
+            above = event.parent
+            parent = None if above is None else blocks.get(above)
             for digest in event.blocks:
                 parent = blocks[digest] = _Block(digest, parent)
         case "reused":
-            # What was cleared while the sequence waited for its first slots is gone.
             for digest in event.blocks:
                 if digest in blocks:
                     blocks[digest].reuses += 1
@@ -250,7 +251,7 @@ def _replay(everything: _Blocks, event: CacheEvent) -> None:
         case "cleared":
             blocks.clear()
     if not blocks:
-        del everything[event.namespace]
+        del everything[namespace]
 
 
 def _path(block: _Block | None) -> tuple[bytes, ...]:

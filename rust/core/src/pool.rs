@@ -9,14 +9,19 @@
 //! | held   | > 0        | either               |
 //!
 //! `free + cached + held == num_blocks`, always. Every operation is O(1) a block. The books grow with the blocks
-//! in use: a pool costs nothing until it is used.
+//! in use: a pool costs nothing until it is used. All that is known of a block is 16 bytes in one place, because
+//! whoever asks for one thing will ask for the other.
 
 use crate::block::BlockId;
+use crate::slab::Key as NodeId;
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Block {
     references: u32,
-    findable: bool,
+    /// The node of the tree that finds it.
+    node: Option<NodeId>,
+    /// Logical time, meaningful for a block of the tree.
+    last_used: u64,
 }
 
 /// Who is free, cached, held. Knows nothing of tokens.
@@ -73,12 +78,35 @@ impl BlockPool {
     }
 
     pub(crate) fn is_findable(&self, block: BlockId) -> bool {
-        self.blocks[block as usize].findable
+        self.node(block).is_some()
+    }
+
+    /// The node of the tree that finds a block.
+    pub(crate) fn node(&self, block: BlockId) -> Option<NodeId> {
+        self.blocks[block as usize].node
+    }
+
+    /// When a block of the tree was last used (logical time).
+    pub(crate) fn last_used(&self, block: BlockId) -> u64 {
+        self.blocks[block as usize].last_used
+    }
+
+    /// A block of the tree is used.
+    pub(crate) fn touch(&mut self, block: BlockId, now: u64) {
+        self.blocks[block as usize].last_used = now;
+    }
+
+    /// A block of the tree goes over to another node.
+    pub(crate) fn set_node(&mut self, block: BlockId, node: NodeId) {
+        self.blocks[block as usize].node = Some(node);
     }
 
     /// How many blocks the tree can find. O(pool).
     pub(crate) fn count_findable(&self) -> usize {
-        self.blocks.iter().filter(|state| state.findable).count()
+        self.blocks
+            .iter()
+            .filter(|state| state.node.is_some())
+            .count()
     }
 
     /// Appends `n` free blocks to `out`, each with one reference. The caller made sure that they are there.
@@ -95,7 +123,7 @@ impl BlockPool {
             first_use.end,
             Block {
                 references: 1,
-                findable: false,
+                ..Block::default()
             },
         );
         self.count_held(n);
@@ -105,7 +133,7 @@ impl BlockPool {
     pub(crate) fn hold(&mut self, block: BlockId) {
         let state = &mut self.blocks[block as usize];
         debug_assert!(
-            state.references > 0 || state.findable,
+            state.references > 0 || state.node.is_some(),
             "a free block is allocated, not held"
         );
         state.references += 1;
@@ -121,28 +149,29 @@ impl BlockPool {
         let last = state.references == 0;
         if last {
             self.held -= 1;
-            if !state.findable {
+            if state.node.is_none() {
                 self.free.push(block);
             }
         }
         last
     }
 
-    /// The tree can find this block from now on.
-    pub(crate) fn publish(&mut self, block: BlockId) {
+    /// The tree finds this block in `node` from now on.
+    pub(crate) fn publish(&mut self, block: BlockId, node: NodeId, now: u64) {
         let state = &mut self.blocks[block as usize];
         debug_assert!(
-            state.references > 0 && !state.findable,
+            state.references > 0 && state.node.is_none(),
             "only a written block is published, once"
         );
-        state.findable = true;
+        state.node = Some(node);
+        state.last_used = now;
     }
 
     /// The tree no longer finds this block; without references it is free.
     pub(crate) fn withdraw(&mut self, block: BlockId) {
         let state = &mut self.blocks[block as usize];
-        debug_assert!(state.findable, "only a published block is withdrawn");
-        state.findable = false;
+        debug_assert!(state.node.is_some(), "only a published block is withdrawn");
+        state.node = None;
         if state.references == 0 {
             self.free.push(block);
         }
@@ -162,7 +191,7 @@ impl BlockPool {
             }
         }
         for (block, (state, &listed)) in self.blocks.iter().zip(&listed).enumerate() {
-            if listed != (state.references == 0 && !state.findable) {
+            if listed != (state.references == 0 && state.node.is_none()) {
                 return Err(format!(
                     "block {block} is {state:?}, in the free list: {listed}"
                 ));

@@ -101,7 +101,7 @@ impl BlockStore {
     /// Holds a path of the tree from its root down.
     fn hold(&mut self, path: &[BlockId]) {
         if let Some(&tail) = path.last() {
-            self.tree.on_held(tail);
+            self.tree.on_held(&self.pool, tail);
             self.share(path);
         }
     }
@@ -146,7 +146,7 @@ impl BlockStore {
     /// Marks the part of a held table that is in the tree as used just now.
     pub(crate) fn touch(&mut self, table: &[BlockId]) {
         let cached = table.partition_point(|&block| self.pool.is_findable(block));
-        self.tree.touch(&table[..cached]);
+        self.tree.touch(&mut self.pool, &table[..cached]);
     }
 
     /// Gives back one reference to each block of a table's end. A copy owed to a block that is free now dies.
@@ -158,7 +158,7 @@ impl BlockStore {
             let last = self.pool.unhold(block);
             if self.pool.is_findable(block) {
                 if last && deepest {
-                    self.tree.on_unheld(block);
+                    self.tree.on_unheld(&self.pool, block);
                 }
                 deepest = false;
             } else if last {

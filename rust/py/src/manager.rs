@@ -1,7 +1,8 @@
 //! `KVManager`. A call converts its arguments, takes the lock, and converts the result.
 //!
 //! Python is never called under the lock: it could run a finalizer that comes back to the same manager. Calls take
-//! microseconds, so the GIL stays. Arrays to write to are looked at last, see `array`.
+//! microseconds, so the GIL stays. On free-threaded Python the lock alone orders calls. Arrays to write to are looked
+//! at last, see `array`.
 
 use std::sync::Mutex;
 

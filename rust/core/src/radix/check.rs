@@ -16,15 +16,15 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let mut blocks = 0;
         for (id, node) in self.nodes.iter() {
             let checked = self.check_node(pool, id, node);
-            checked.map_err(|what| format!("node {}: {what}: {node:?}", id.0))?;
+            checked.map_err(|what| format!("node {}: {what}: {node:?}", id.number()))?;
             if let Some(parent) = node.parent {
                 *children.entry(parent).or_default() += 1;
             }
             if let Some(tail) = node.leaf_tail()
                 && pool.references(tail) == 0
             {
-                evictable.insert((self.rank(tail, id), id));
-                if !times.insert(self.places[tail as usize].last_used) {
+                evictable.insert((self.rank(pool, tail, id), id));
+                if !times.insert(pool.last_used(tail)) {
                     return Err(format!("two leaves share a last use: {node:?}"));
                 }
             }
@@ -34,16 +34,13 @@ impl<P: EvictionPolicy> RadixTree<P> {
             if node.children != children.get(&id).copied().unwrap_or(0) {
                 return Err(format!(
                     "node {} counts its children wrongly: {node:?}",
-                    id.0
+                    id.number()
                 ));
             }
         }
         let findable = pool.count_findable();
-        let placed = self.places.iter().filter_map(|place| place.node).count();
-        if blocks != findable || blocks != placed {
-            return Err(format!(
-                "{blocks} blocks in the tree, {findable} findable, {placed} placed"
-            ));
+        if blocks != findable {
+            return Err(format!("{blocks} blocks in the tree, {findable} findable"));
         }
         let indexed = self.siblings.as_ref().map(|siblings| siblings.len());
         if self.roots.len() + self.children.len() != self.nodes.len()
@@ -86,7 +83,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             return Err("it has media that do not touch it");
         }
         let (tokens, media) = node.first_block(size);
-        let hash = (self.hash)(parent_id.0, tokens, media);
+        let hash = (self.hash)(parent_id.number(), tokens, media);
         if self.children.find(hash, |&other| other == id).is_none() {
             return Err("its parent does not find it");
         }
@@ -96,11 +93,11 @@ impl<P: EvictionPolicy> RadixTree<P> {
             return Err("it is not where it belongs among its siblings");
         }
         let held = |block: BlockId| pool.references(block) > 0;
-        let last_used = |block: BlockId| self.places[block as usize].last_used;
+        let last_used = |block: BlockId| pool.last_used(block);
         let mut above = parent.blocks.last();
         for block in &node.blocks {
-            if self.places[*block as usize].node != Some(id) || !pool.is_findable(*block) {
-                return Err("the pool or the places disagree about a block");
+            if pool.node(*block) != Some(id) {
+                return Err("the pool disagrees about a block");
             }
             if let Some(&above) = above {
                 if held(*block) && !held(above) {

@@ -6,7 +6,7 @@
 //! to look: tokens and media are compared, so a collision costs time and never a wrong block.
 //!
 //! Invariants, all verified by [`RadixTree::check`]:
-//! * every block of the tree has one place in it, and `places` names the node;
+//! * every block of the tree has one place in it, and the pool knows the node;
 //! * no node is empty, except the roots, and a root has children;
 //! * a held block has only held ancestors, so whatever is not held can be evicted from the tails;
 //! * `evictable` holds exactly the leaves whose tail block has no reference, by the rank of their tail.
@@ -57,6 +57,8 @@ struct Node {
     /// The media spans that touch it.
     media: Box<[Media]>,
     namespace: Arc<[u8]>,
+    /// Under which the table that finds this node has it.
+    hash: u64,
     /// Depth of the first block.
     start: u32,
     /// `None`: a root.
@@ -71,6 +73,7 @@ impl Node {
             blocks: Vec::new(),
             media: Box::default(),
             namespace: namespace.into(),
+            hash: 0,
             start: 0,
             parent: None,
             children: 0,
@@ -91,17 +94,6 @@ impl Node {
         let position = self.start() * block_size;
         let media = touching(&self.media, position..position + block_size);
         (&self.tokens[..block_size], media)
-    }
-
-    /// What the table that finds this node hashes.
-    fn hash(&self, hash_block: BlockHash, block_size: usize) -> u64 {
-        match self.parent {
-            Some(parent) => {
-                let (tokens, media) = self.first_block(block_size);
-                hash_block(parent.0, tokens, media)
-            }
-            None => hash_namespace(&self.namespace),
-        }
     }
 
     /// How many tokens a prompt shares with this edge from `depth` on. Those before are the same.
@@ -127,14 +119,6 @@ impl Node {
     }
 }
 
-/// Where a block is in the tree, and when it was last used (logical time).
-#[derive(Debug, Clone, Copy, Default)]
-struct Place {
-    /// `None`: not in the tree.
-    node: Option<NodeId>,
-    last_used: u64,
-}
-
 /// How much of a prompt is known in whole blocks, and the node where that ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Match {
@@ -154,8 +138,6 @@ pub(crate) struct RadixTree<P: EvictionPolicy = Lru> {
     children: HashTable<NodeId>,
     /// The same nodes in order, where partial hits are wanted.
     siblings: Option<Siblings>,
-    /// By block id, for the blocks that were ever in the tree.
-    places: Vec<Place>,
     /// Leaves whose tail has no reference. Two leaves never share a last use.
     evictable: Evictable<P>,
     clock: u64,
@@ -180,7 +162,6 @@ impl RadixTree {
             roots: HashTable::new(),
             children: HashTable::new(),
             siblings: partial_hits.then(Siblings::default),
-            places: Vec::new(),
             evictable: Evictable::new(),
             clock: 0,
             eviction_visits: 0,
@@ -273,9 +254,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let tokens = &tokens[..end * size];
         let mut depth = from;
         let mut at = match from.checked_sub(1) {
-            Some(last) => self.places[table[last] as usize]
-                .node
-                .expect("the caller says so"),
+            Some(last) => pool.node(table[last]).expect("the caller says so"),
             None => self.root_or_new(scope.namespace),
         };
         // Follow what is there.
@@ -291,13 +270,13 @@ impl<P: EvictionPolicy> RadixTree<P> {
             let edge_end = edge.end();
             depth += same;
             if same > 0 {
-                self.on_held(table[depth - 1]);
+                self.on_held(pool, table[depth - 1]);
             }
             if depth == end {
                 return depth - from;
             }
             if depth < edge_end {
-                at = self.split(at, offset + same);
+                at = self.split(pool, at, offset + same);
                 break;
             }
             match self.child(at, depth, tokens, scope.media) {
@@ -340,23 +319,15 @@ impl<P: EvictionPolicy> RadixTree<P> {
                 blocks: blocks.to_vec(),
                 media: new_media.into(),
                 namespace,
+                hash: 0,
                 start: depth as u32,
                 parent: Some(at),
                 children: 0,
             });
             self.index(at);
         }
-        let place = Place {
-            node: Some(at),
-            last_used: self.clock,
-        };
         for &block in blocks {
-            pool.publish(block);
-            let index = block as usize;
-            if index >= self.places.len() {
-                self.places.resize(index + 1, Place::default());
-            }
-            self.places[index] = place;
+            pool.publish(block, at, self.clock);
         }
         self.stored += blocks.len() as u64;
         if let Some(log) = &mut self.log {
@@ -367,23 +338,23 @@ impl<P: EvictionPolicy> RadixTree<P> {
     }
 
     /// Marks a path of held blocks, from its root down, as used just now.
-    pub(crate) fn touch(&mut self, path: &[BlockId]) {
+    pub(crate) fn touch(&mut self, pool: &mut BlockPool, path: &[BlockId]) {
         self.clock += 1;
         for &block in path {
-            self.places[block as usize].last_used = self.clock;
+            pool.touch(block, self.clock);
         }
     }
 
     /// `block` got its first reference: its node is no longer evictable, if it was.
-    pub(crate) fn on_held(&mut self, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(block) {
+    pub(crate) fn on_held(&mut self, pool: &BlockPool, block: BlockId) {
+        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
             self.evictable.remove(rank, leaf);
         }
     }
 
     /// `block` lost its last reference: its node is evictable from now on, if nothing follows the block.
-    pub(crate) fn on_unheld(&mut self, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(block) {
+    pub(crate) fn on_unheld(&mut self, pool: &BlockPool, block: BlockId) {
+        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
             self.evictable.insert(rank, leaf);
         }
     }
@@ -406,7 +377,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
                 // What ranks with the first tail goes before any other leaf: no need to ask the set.
                 let run = self.evictable_run(pool, node, lowest, n - evicted);
                 if run == 0 {
-                    self.evictable.insert(self.rank(tail, node), node);
+                    self.evictable.insert(self.rank(pool, tail, node), node);
                     break;
                 }
                 at = self.remove_tails(pool, node, run);
@@ -423,8 +394,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let depths = (node.start() + 1..=node.end()).rev();
         let tails = node.blocks.iter().rev().zip(depths).take(most);
         let run = tails.take_while(|&(&block, depth)| {
-            let last_used = self.places[block as usize].last_used;
-            pool.references(block) == 0 && P::rank(last_used, depth) <= lowest
+            pool.references(block) == 0 && P::rank(pool.last_used(block), depth) <= lowest
         });
         run.count()
     }
@@ -434,7 +404,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         if let Some(log) = &mut self.log {
             log.begin_removals();
         }
-        let node = self.places[block as usize].node;
+        let node = pool.node(block);
         let above = node.and_then(|node| self.remove_tails(pool, node, 1));
         // Its ancestors are held too, so nothing becomes evictable.
         debug_assert!(above.is_none_or(|above| {
@@ -452,12 +422,11 @@ impl<P: EvictionPolicy> RadixTree<P> {
         for &id in &ids {
             self.unindex(id);
             if let Some(tail) = self.nodes[id].leaf_tail() {
-                self.on_held(tail);
+                self.on_held(pool, tail);
             }
         }
         for &id in &ids {
             for block in self.nodes.remove(id).blocks {
-                self.places[block as usize].node = None;
                 pool.withdraw(block);
             }
         }
@@ -518,6 +487,9 @@ impl<P: EvictionPolicy> RadixTree<P> {
         tokens: &[TokenId],
         media: &[Media],
     ) -> Option<NodeId> {
+        if self.nodes[parent].children == 0 {
+            return None;
+        }
         let position = depth * self.block_size;
         let range = position..position + self.block_size;
         let (tokens, media) = (&tokens[range.clone()], touching(media, range));
@@ -525,59 +497,61 @@ impl<P: EvictionPolicy> RadixTree<P> {
             let node = &self.nodes[id];
             node.parent == Some(parent) && node.first_block(self.block_size) == (tokens, media)
         };
-        let hash = (self.hash)(parent.0, tokens, media);
+        let hash = (self.hash)(parent.number(), tokens, media);
         self.children.find(hash, is_it).copied()
     }
 
     /// Makes a node findable from its parent, or a root by its namespace.
     fn index(&mut self, id: NodeId) {
-        let (nodes, hash, size) = (&self.nodes, self.hash, self.block_size);
-        let table = match nodes[id].parent {
-            Some(_) => &mut self.children,
-            None => &mut self.roots,
-        };
-        let rehash = |&id: &NodeId| nodes[id].hash(hash, size);
-        table.insert_unique(rehash(&id), id, rehash);
-        let node = &self.nodes[id];
-        if let (Some(siblings), Some(parent)) = (&mut self.siblings, node.parent) {
+        let size = self.block_size;
+        let node = &mut self.nodes[id];
+        let table = if let Some(parent) = node.parent {
             let (tokens, media) = node.first_block(size);
-            siblings.insert(parent, node.start() * size, tokens, media, id);
-        }
+            if let Some(siblings) = &mut self.siblings {
+                siblings.insert(parent, node.start() * size, tokens, media, id);
+            }
+            node.hash = (self.hash)(parent.number(), tokens, media);
+            &mut self.children
+        } else {
+            node.hash = hash_namespace(&node.namespace);
+            &mut self.roots
+        };
+        let hash = node.hash;
+        table.insert_unique(hash, id, |&other| self.nodes[other].hash);
     }
 
     fn unindex(&mut self, id: NodeId) {
-        let node = &self.nodes[id];
-        let table = match node.parent {
-            Some(_) => &mut self.children,
-            None => &mut self.roots,
-        };
-        let hash = node.hash(self.hash, self.block_size);
-        if let Ok(entry) = table.find_entry(hash, |&other| other == id) {
-            entry.remove();
-        }
         let size = self.block_size;
-        if let (Some(siblings), Some(parent)) = (&mut self.siblings, node.parent) {
-            let (tokens, media) = node.first_block(size);
-            siblings.remove(parent, node.start() * size, tokens, media);
+        let node = &self.nodes[id];
+        let table = if let Some(parent) = node.parent {
+            if let Some(siblings) = &mut self.siblings {
+                let (tokens, media) = node.first_block(size);
+                siblings.remove(parent, node.start() * size, tokens, media);
+            }
+            &mut self.children
+        } else {
+            &mut self.roots
+        };
+        if let Ok(entry) = table.find_entry(node.hash, |&other| other == id) {
+            entry.remove();
         }
     }
 
     /// The rank of a leaf's tail.
-    fn rank(&self, tail: BlockId, leaf: NodeId) -> P::Rank {
-        let depth = self.nodes[leaf].end();
-        P::rank(self.places[tail as usize].last_used, depth)
+    fn rank(&self, pool: &BlockPool, tail: BlockId, leaf: NodeId) -> P::Rank {
+        P::rank(pool.last_used(tail), self.nodes[leaf].end())
     }
 
     /// The entry of `evictable` for a block, if it is the tail of a leaf.
-    fn leaf_entry(&self, block: BlockId) -> Option<(P::Rank, NodeId)> {
-        let leaf = self.places[block as usize].node?;
+    fn leaf_entry(&self, pool: &BlockPool, block: BlockId) -> Option<(P::Rank, NodeId)> {
+        let leaf = pool.node(block)?;
         let is_tail = self.nodes[leaf].leaf_tail() == Some(block);
-        is_tail.then(|| (self.rank(block, leaf), leaf))
+        is_tail.then(|| (self.rank(pool, block, leaf), leaf))
     }
 
     /// Splits an edge after `at` of its blocks. The upper half is the new node, so that the children's parent
     /// stays. Returns the upper half.
-    fn split(&mut self, id: NodeId, at: usize) -> NodeId {
+    fn split(&mut self, pool: &mut BlockPool, id: NodeId, at: usize) -> NodeId {
         self.unindex(id);
         let size = self.block_size;
         let node = &mut self.nodes[id];
@@ -589,6 +563,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             blocks: mem::replace(&mut node.blocks, lower_blocks),
             media: touching(&node.media, start * size..middle * size).into(),
             namespace: node.namespace.clone(),
+            hash: 0,
             start: node.start,
             parent: node.parent,
             children: 1,
@@ -600,7 +575,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let upper = self.nodes.insert(upper);
         self.nodes[id].parent = Some(upper);
         for &block in &self.nodes[upper].blocks {
-            self.places[block as usize].node = Some(upper);
+            pool.set_node(block, upper);
         }
         self.index(upper);
         self.index(id);
@@ -614,7 +589,6 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let node = &mut self.nodes[id];
         let kept = node.blocks.len() - n;
         for &block in node.blocks[kept..].iter().rev() {
-            self.places[block as usize].node = None;
             pool.withdraw(block);
         }
         if let Some(log) = &mut self.log {

@@ -131,7 +131,7 @@ mod tests {
     /// Every word of three letters over two tokens, bare and with media, against a search of all.
     #[test]
     fn the_closest_child_is_the_one_that_a_search_of_all_finds() {
-        let (parent, position) = (NodeId(7), 3);
+        let (parent, position) = (NodeId::new(7), 3);
         let media: [&[Media]; 6] = [
             &[],
             &[span(3, 2, 1)],
@@ -149,11 +149,29 @@ mod tests {
         }
         for skip in 1..5 {
             let mut siblings = Siblings::default();
-            siblings.insert(NodeId(6), position, &[0, 0, 0], &[], NodeId(1_000));
-            siblings.insert(NodeId(8), position, &[0, 0, 0], &[], NodeId(1_001));
+            siblings.insert(
+                NodeId::new(6),
+                position,
+                &[0, 0, 0],
+                &[],
+                NodeId::new(1_000),
+            );
+            siblings.insert(
+                NodeId::new(8),
+                position,
+                &[0, 0, 0],
+                &[],
+                NodeId::new(1_001),
+            );
             let known: Vec<_> = words.iter().zip(0..).step_by(skip).collect();
             for &(word, child) in &known {
-                siblings.insert(parent, position, &word.tokens, &word.media, NodeId(child));
+                siblings.insert(
+                    parent,
+                    position,
+                    &word.tokens,
+                    &word.media,
+                    NodeId::new(child),
+                );
             }
             for wanted in &words {
                 for len in 1..=3 {
@@ -162,7 +180,7 @@ mod tests {
                     let best = known.iter().map(|(other, _)| word.common(other)).max();
                     let found = siblings.closest(parent, position, tokens, media);
                     let shares = found.map_or(0, |(child, common)| {
-                        assert_eq!(word.common(&words[child.0 as usize]), common);
+                        assert_eq!(word.common(&words[child.number() as usize - 1]), common);
                         common
                     });
                     assert_eq!(Some(shares), best, "{word:?}");
