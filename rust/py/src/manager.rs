@@ -7,12 +7,13 @@
 use std::sync::Mutex;
 
 use leafkv_core::{Admission, BlockId, Config, Error, KvManager, Result, SequenceId, TokenId};
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use numpy::{PyArray1, PyArray2};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
 use crate::answers::{Pin, Ready, Stats, WaitFor};
 use crate::array::ints::ints;
+use crate::array::new::{block_ids, copy_pairs, id_to_i32};
 use crate::array::out::Rows;
 use crate::error::{invalid, to_py};
 use crate::events::{Event, Snapshot};
@@ -126,7 +127,7 @@ impl KVManager {
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
         let blocks = self.with(|core| core.match_prefix(&tokens, namespace.with(&media)))?;
-        Ok(PyArray1::from_iter(py, blocks.into_iter().map(id_to_i32)))
+        Ok(block_ids(py, blocks.into_iter()))
     }
 
     /// Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
@@ -268,11 +269,7 @@ impl KVManager {
     /// Copy them, all sources read before any destination is written, before any other write of the step.
     fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let copies = self.with(|core| Ok(core.copies()))?;
-        let pairs = copies
-            .iter()
-            .flat_map(|copy| [copy.source, copy.destination])
-            .map(id_to_i32);
-        PyArray1::from_iter(py, pairs).reshape([copies.len(), 2])
+        Ok(copy_pairs(py, &copies))
     }
 
     /// Write the block table of each sequence to a row of `out`, int32 [len(seq_ids), >= blocks of the longest].
@@ -334,7 +331,7 @@ impl KVManager {
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let id = sequence_id("seq_id", seq_id)?;
         let table = self.with(|core| core.block_table(id).map(<[BlockId]>::to_vec))?;
-        Ok(PyArray1::from_iter(py, table.into_iter().map(id_to_i32)))
+        Ok(block_ids(py, table.into_iter()))
     }
 
     /// Committed tokens of a sequence.
@@ -479,9 +476,4 @@ fn expect_one_each(argument: &'static str, got: usize, ids: &[SequenceId]) -> Py
     let n = ids.len();
     let problem = format!("got {got}, expected one for each of the {n} sequences");
     Err(invalid(argument, problem))
-}
-
-/// Block ids are below 2³¹.
-fn id_to_i32(block: BlockId) -> i32 {
-    block as i32
 }
