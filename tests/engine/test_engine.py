@@ -199,6 +199,28 @@ def test_logits_that_are_no_distribution_end_their_request_alone(value: float) -
     serves_on(rig)
 
 
+@pytest.mark.parametrize("victim", range(3))
+def test_a_commit_that_fails_ends_its_request_alone(victim: int) -> None:
+    model = ToyModel()
+    rig = Rig(model)
+    requests = [rig.add([token] * 6, greedy(5, ignore_eos=True)) for token in (1, 2, 3)]
+    bad = requests.pop(victim)
+    rig.step()
+
+    def take_slots(logits: Any) -> None:
+        rig.manager.truncate(bad.number, bad.num_computed_tokens)
+
+    model.after_forward = take_slots
+    (output,) = rig.step()
+    model.after_forward = lambda logits: None
+    assert output.request_id == bad.request_id
+    assert isinstance(output.error, InvalidInputError)
+    results = rig.run()
+    for request in requests:
+        expected = reference(request.prompt_token_ids, 5, ignore_eos=True)
+        assert results[request.request_id].outputs[0].token_ids == expected
+
+
 def test_owed_copies_are_made_before_the_step_writes() -> None:
     """A block that a fork shares is copied before it is written."""
     rig = Rig()

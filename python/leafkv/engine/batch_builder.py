@@ -43,6 +43,8 @@ class BatchBuilder:
         self._token_ids = np.empty(max_tokens, np.int32)
         self._slots = np.empty(max_tokens, np.int64)
         self._tables = np.zeros((max_seqs, max_blocks), np.int32)
+        # What is in each row: a request that keeps its place in the batch gets only what changed of its table.
+        self._stamps = np.zeros(max_seqs, np.uint64)
 
     def build(self, work: Sequence[WorkItem]) -> Batch:
         """The batch of a step. Its logits are those of the requests whose last known token it computes."""
@@ -59,8 +61,8 @@ class BatchBuilder:
             token_ids[start : start + n] = request.tokens[first : first + n]
         numbers = [request.number for request, _ in work]
         tables = self._tables[: len(work)]
-        self._manager.tables(numbers, tables)
-        self._manager.slots(numbers, counts.tolist(), slots)
+        self._manager.tables(numbers, tables, self._stamps[: len(work)])
+        self._manager.slots(numbers, counts, slots)
         return Batch(
             token_ids=token_ids,
             positions=np.arange(total) + (computed - starts[:-1]).repeat(counts),
