@@ -14,12 +14,12 @@ use crate::scope::{Namespace, media as spans, to_digest};
 
 /// One change of the prefix cache. Blocks are named by their digests, see `block_digests`.
 ///
-/// | kind        | what happened                                                            |
-/// |-------------|--------------------------------------------------------------------------|
-/// | `"stored"`  | `blocks`, each the parent of the next, can be found from now on          |
-/// | `"reused"`  | a prompt was served from `blocks`, its first ones                        |
-/// | `"removed"` | `blocks` cannot be found any more: children before their parents         |
-/// | `"cleared"` | nothing of `namespace` (of any, if it is None) can be found any more     |
+/// * `"stored"`: `blocks`, each the parent of the next, can be found from now on.
+/// * `"reused"`: a prompt was served from `blocks`, its first ones.
+/// * `"removed"`: `blocks` cannot be found any more; children before their parents.
+/// * `"cleared"`: nothing of `namespace` (of any, if it is None) can be found any more.
+///
+/// Every access makes a new object, so keep what is needed more than once. Events compare by value, and can be pickled.
 #[pyclass(frozen, eq, module = "leafkv._core")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct Event(leafkv_core::Event);
@@ -115,13 +115,13 @@ impl Event {
         parts.into_pyobject(py)
     }
 
-    /// 0, 1, 2, …: a number that is missing is an event that was dropped. Of a snapshot: the snapshot's.
+    /// 0, 1, 2, …: a number that is missing is an event that was dropped. In a snapshot: the snapshot's.
     #[getter]
     fn number(&self) -> u64 {
         self.0.number
     }
 
-    /// "stored", "reused", "removed" or "cleared".
+    /// What happened: "stored", "reused", "removed" or "cleared".
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0.change {
@@ -162,8 +162,7 @@ impl Event {
         }
     }
 
-    /// Of `"stored"`: the media spans `(start, length, digest)` that touch the blocks, at their positions in the
-    /// prompt. Otherwise empty.
+    /// Of `"stored"`: the media spans that touch the blocks, at their positions in the prompt. Otherwise empty.
     #[getter]
     fn media<'py>(&self, py: Python<'py>) -> Vec<(usize, usize, Bound<'py, PyBytes>)> {
         match &self.0.change {
@@ -181,7 +180,7 @@ impl Event {
     }
 }
 
-/// All that the prefix cache had at one moment.
+/// All that the prefix cache had at one moment. Snapshots compare by value, and can be pickled.
 #[pyclass(frozen, eq, module = "leafkv._core")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct Snapshot(leafkv_core::Snapshot);
@@ -255,7 +254,7 @@ fn digests(blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Digest>> {
     blocks.try_iter()?.enumerate().map(digest).collect()
 }
 
-/// The digests of the whole blocks of `tokens`, 32 bytes each: names of blocks that are the same in every process.
+/// The digests of the whole blocks of `tokens`, 32 bytes each: names of blocks that every process agrees on.
 ///
 /// A digest stands for the tokens up to the end of its block, the media among them, `namespace` and `block_size`. The
 /// format is fixed: BLAKE3 over the digest of the block before it, the tokens, and the spans that touch the block.

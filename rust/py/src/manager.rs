@@ -84,11 +84,13 @@ impl KVManager {
         })
     }
 
+    /// Size of the pool.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
@@ -276,8 +278,8 @@ impl KVManager {
     ///
     /// Entries past a sequence's blocks keep their value. Arrays that are kept from step to step are updated in place:
     /// `stamps`, uint64 [len(seq_ids)], tells what each row contains. 0: not known. A row whose stamp is the one
-    /// given for this very sequence gets only the entries that changed since; any other row is written whole. Either
-    /// way it has a new stamp then. Rows may be moved together with their stamps.
+    /// given for this very sequence gets only the entries that changed since; any other row is written whole. A row
+    /// that was written has a new stamp. Rows may be moved together with their stamps.
     #[pyo3(signature = (seq_ids, out, stamps=None))]
     fn tables(
         &self,
@@ -354,13 +356,13 @@ impl KVManager {
         self.with(|core| Ok(core.clear(namespace.map(|namespace| namespace.0))))
     }
 
-    /// Keep the cached whole blocks of `tokens` from being evicted: as many, from the first on, as `pin_budget` allows.
+    /// Keep the cached whole blocks of `tokens` from being evicted: as many as `pin_budget` allows, in order.
     ///
     /// Pinned blocks count as held. The pin ends by `unpin`, by `clear`, or when `ttl` ticks have passed, see `time`.
     /// A pin of nothing is none: its id is new, and `unpin` of it is False.
     ///
     /// Raises:
-    ///     InvalidInputError: the manager has no `pin_budget`, `ttl` is 0, or `tokens` or `media` is malformed.
+    ///     InvalidInputError: the manager has no `pin_budget`, `ttl` is 0, or an argument is malformed.
     #[pyo3(signature = (tokens, namespace=Namespace(b""), media=None, *, ttl=None))]
     #[pyo3(text_signature = "($self, tokens, namespace=b'', media=(), *, ttl=None)")]
     fn pin(
