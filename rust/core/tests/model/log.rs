@@ -47,6 +47,8 @@ pub struct Log {
     capacity: usize,
     pub buffer: Vec<Event>,
     pub next: u64,
+    /// Events before this number tell nothing more.
+    sealed: u64,
     pub dropped: u64,
 }
 
@@ -56,6 +58,7 @@ impl Log {
             capacity,
             buffer: Vec::new(),
             next: 0,
+            sealed: 0,
             dropped: 0,
         }
     }
@@ -70,18 +73,18 @@ impl Log {
         self.trim();
     }
 
-    /// What one act removes from one namespace in a row is one event, unless its beginning was taken already.
-    pub fn removed(&mut self, namespace: u8, block: Prefix, continues: bool) {
-        if continues
-            && let Some(Event {
-                change:
-                    Change::Removed {
-                        namespace: last,
-                        blocks,
-                    },
-                ..
-            }) = self.buffer.last_mut()
+    /// What one act removes from one namespace in a row is one event.
+    pub fn removed(&mut self, namespace: u8, block: Prefix) {
+        if let Some(Event {
+            number,
+            change:
+                Change::Removed {
+                    namespace: last,
+                    blocks,
+                },
+        }) = self.buffer.last_mut()
             && *last == namespace
+            && *number >= self.sealed
         {
             blocks.push(block);
             self.trim();
@@ -89,6 +92,11 @@ impl Log {
             let blocks = vec![block];
             self.push(Change::Removed { namespace, blocks });
         }
+    }
+
+    /// An act begins.
+    pub fn begin_removals(&mut self) {
+        self.sealed = self.next;
     }
 
     pub fn take(&mut self) -> Vec<Event> {

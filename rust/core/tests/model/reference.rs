@@ -355,6 +355,7 @@ impl Model {
     }
 
     fn evict(&mut self, n: usize) -> usize {
+        self.log.begin_removals();
         for evicted in 0..n {
             let is_leaf = |(namespace, prefix): &(u8, Prefix)| {
                 let extends = |(other, cells): &(u8, Prefix)| {
@@ -369,15 +370,15 @@ impl Model {
             let Some((key, _)) = evictable.min_by_key(|(_, cached)| cached.last_used) else {
                 return evicted;
             };
-            self.remove(&key.clone(), evicted > 0);
+            self.remove(&key.clone());
         }
         n
     }
 
-    fn remove(&mut self, key: &(u8, Prefix), continues: bool) {
+    fn remove(&mut self, key: &(u8, Prefix)) {
         self.cached.remove(key);
         self.evicted += 1;
-        self.log.removed(key.0, key.1.clone(), continues);
+        self.log.removed(key.0, key.1.clone());
     }
 
     fn new_block(&mut self) -> Block {

@@ -231,10 +231,8 @@ impl Model {
             .iter()
             .find(|(_, cached)| cached.block == block)
             .map(|(key, _)| key.clone());
-        self.remove(
-            &key.expect("a tail that cannot be written is cached"),
-            false,
-        );
+        self.log.begin_removals();
+        self.remove(&key.expect("a tail that cannot be written is cached"));
     }
 
     fn write(&mut self, id: SequenceId, cells: &[Cell]) -> Answer {
