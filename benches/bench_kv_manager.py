@@ -53,7 +53,10 @@ def prompts() -> TokenIds:
 def make_tree(prompts: TokenIds, **options: Any) -> KVManager:
     kv = KVManager(POOL, BLOCK, **options)
     for prompt in prompts:
-        serve(kv, prompt)
+        kv.grow(ID, len(prompt) - begin(kv, ID, prompt))
+        kv.copies()  # of partial hits, where they are on
+        kv.commit(ID, len(prompt))
+        kv.release(ID)
     assert kv.stats().cached_blocks == TREE_BLOCKS
     return kv
 

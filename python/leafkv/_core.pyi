@@ -127,9 +127,20 @@ class Event:
     * ``"removed"``: ``blocks`` cannot be found any more; children before their parents.
     * ``"cleared"``: nothing of ``namespace`` (of any, if it is None) can be found any more.
 
-    Every access makes a new object, so keep what is needed more than once.
+    Every access makes a new object, so keep what is needed more than once. Events compare by value, and can be pickled.
     """
 
+    def __new__(
+        cls,
+        number: int,
+        kind: Literal["stored", "reused", "removed", "cleared"],
+        namespace: bytes | None = None,
+        blocks: Sequence[bytes] = (),
+        parent: bytes | None = None,
+        tokens: _TokenIds = (),
+        media: Sequence[_Media] = (),
+    ) -> Event: ...
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     @property
@@ -137,7 +148,7 @@ class Event:
         """0, 1, 2, …: a number that is missing is an event that was dropped. In a snapshot: the snapshot's."""
     @property
     def kind(self) -> Literal["stored", "reused", "removed", "cleared"]:
-        """What happened."""
+        """What happened: "stored", "reused", "removed" or "cleared"."""
     @property
     def namespace(self) -> bytes | None:
         """The namespace of the blocks. None: all namespaces were cleared."""
@@ -156,8 +167,10 @@ class Event:
 
 @final
 class Snapshot:
-    """All that the prefix cache had at one moment."""
+    """All that the prefix cache had at one moment. Snapshots compare by value, and can be pickled."""
 
+    def __new__(cls, number: int, stored: Sequence[Event] = ()) -> Snapshot: ...
+    def __getnewargs__(self) -> tuple[Any, ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     @property
@@ -273,25 +286,25 @@ class KVManager:
     def release(self, seq_id: int) -> None:
         """End a sequence: finish, abort and preempt are this one act. Its full committed blocks stay cached."""
     def copies(self) -> NDArray[np.int32]:
-        """Block copies owed, as ``(source, destination)`` rows, shape [N, 2]; each is handed out once.
+        """Block copies owed, as int32 ``(source, destination)`` rows, shape [N, 2]; each is handed out once.
 
         Copy them, all sources read before any destination is written, before any other write of the step.
         """
     def tables(self, seq_ids: _Integers, out: NDArray[np.int32], stamps: NDArray[np.uint64] | None = None) -> None:
-        """Write the block table of each sequence to a row of ``out`` [len(seq_ids), >= blocks of the longest].
+        """Write the block table of each sequence to a row of ``out``, int32 [len(seq_ids), >= blocks of the longest].
 
         Entries past a sequence's blocks keep their value. Arrays that are kept from step to step are updated in
         place: ``stamps``, uint64 [len(seq_ids)], tells what each row contains. 0: not known. A row whose stamp is the
-        one given for this very sequence gets only the entries that changed since; any other row is written whole,
-        and gets a new stamp. Rows may be moved together with their stamps.
+        one given for this very sequence gets only the entries that changed since; any other row is written whole.
+        A row that was written has a new stamp. Rows may be moved together with their stamps.
         """
     def slots(self, seq_ids: _Integers, counts: _Integers, out: NDArray[np.int64]) -> None:
         """Write the slots of the next ``counts[i]`` uncommitted tokens of each sequence, one after another.
 
-        ``out`` has shape [sum(counts)]; the tokens must have been reserved by `grow`.
+        ``out`` is int64 [sum(counts)]; the tokens must have been reserved by `grow`.
         """
     def block_table(self, seq_id: int) -> NDArray[np.int32]:
-        """A copy of one sequence's block table."""
+        """A copy of one sequence's block table, int32 [blocks]."""
     def num_committed(self, seq_id: int) -> int:
         """Committed tokens of a sequence."""
     def evict(self, n: int) -> int:

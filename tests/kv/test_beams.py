@@ -89,6 +89,24 @@ def test_n_samples_of_one_prompt_share_all_but_their_last_block() -> None:
         assert memory.read(seq_id) == kv_of([*prompt, seq_id])
 
 
+def test_forks_of_forks_whose_copies_are_still_owed() -> None:
+    manager = KVManager(16, 4)
+    memory = Memory(manager)
+    prompt = list(range(6))
+    begin(manager, 0, prompt)
+    manager.grow(0, 6)
+    memory.write(0, kv_of(prompt))
+    manager.commit(0, 6)
+    for child in range(1, 5):
+        # The parent's own last block is not written yet: it is to be copied from where its content is.
+        manager.fork(child - 1, child)
+        manager.grow(child, 1)
+    assert memory.copy() == 4
+    for seq_id in range(5):
+        assert memory.read(seq_id) == kv_of(prompt)
+    manager.check_invariants()
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_rejected_drafts_leave_no_trace(block_size: int) -> None:
     rng = random.Random(block_size)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from leafkv import InvalidInputError, OutOfBlocksError
-from leafkv._core import Event, KVManager, Ready, block_digests
+from leafkv._core import Event, KVManager, Ready, Snapshot, block_digests
 from tests.kv.lives import begin, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 IMAGE = bytes(range(32))
 
@@ -74,6 +79,41 @@ def test_events_are_values_that_show_what_they_are() -> None:
         a.number = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         hash(a)
+
+
+def test_events_travel_to_other_processes() -> None:
+    manager = KVManager(4, 2, event_capacity=100)
+    run(manager, 0, [1, 2, 3, 4, 5], b"n", [(3, 1, IMAGE)])
+    run(manager, 0, [1, 2, 3, 4, 5], b"n", [(3, 1, IMAGE)])
+    snapshot = manager.snapshot()
+    manager.evict(1)
+    manager.clear(b"n")
+    manager.clear()
+    events = manager.events()
+    assert [event.kind for event in events] == ["stored", "reused", "removed", "cleared", "cleared"]
+    assert pickle.loads(pickle.dumps((events, snapshot))) == (events, snapshot)
+    assert copy.deepcopy(events) == events
+    for event in events:
+        again = Event(
+            event.number, event.kind, event.namespace, event.blocks, event.parent, event.tokens, media=event.media
+        )
+        assert again == event
+    assert Snapshot(2, events[:1]) == snapshot
+    assert Snapshot(2) != snapshot
+    bad: list[tuple[str, Callable[[], object]]] = [
+        ("number: got -1", lambda: Event(-1, "cleared")),
+        ("kind: got 'lost'", lambda: Event(0, "lost")),  # type: ignore[arg-type]
+        ("kind: got 3", lambda: Event(0, 3)),  # type: ignore[arg-type]
+        ("namespace: got None", lambda: Event(0, "stored")),
+        ("namespace: got 'n'", lambda: Event(0, "stored", "n")),  # type: ignore[arg-type]
+        ("blocks: item 1 is of 31 bytes", lambda: Event(0, "removed", b"", [IMAGE, IMAGE[1:]])),
+        ("parent: got 'a'", lambda: Event(0, "stored", b"", (), "a")),  # type: ignore[arg-type]
+        ("tokens: item 0 is -1", lambda: Event(0, "stored", b"", tokens=[-1])),
+        ("stored: got an object of type Event", lambda: Snapshot(0, events[1:])),
+    ]
+    for problem, call in bad:
+        with pytest.raises(InvalidInputError, match=f"^{problem}"):
+            call()
 
 
 def test_without_a_buffer_there_are_no_events() -> None:

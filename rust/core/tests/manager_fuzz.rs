@@ -88,7 +88,7 @@ fn what_once_failed_stays_right() {
 #[test]
 fn any_bytes_are_right() {
     let cases = std::env::var("LEAFKV_FUZZ_CASES");
-    let cases: usize = cases.map_or(4_000, |cases| {
+    let cases: usize = cases.map_or(8_000, |cases| {
         cases.parse().expect("LEAFKV_FUZZ_CASES is a number")
     });
     let mut random = Random(1);

@@ -6,8 +6,9 @@ use pyo3::prelude::*;
 #[pyclass(frozen, get_all, module = "leafkv._core")]
 #[derive(Debug)]
 pub(crate) struct Ready {
-    /// Tokens whose KV is found in the prefix cache: less than the prompt, and a multiple of the block size unless
-    /// the manager has partial hits.
+    /// Tokens whose KV is found in the prefix cache.
+    ///
+    /// Less than the prompt, and a multiple of the block size unless the manager has partial hits.
     pub(crate) cached_tokens: usize,
 }
 
@@ -54,7 +55,7 @@ impl From<leafkv_core::Pin> for Pin {
 #[pyclass(frozen, get_all, module = "leafkv._core")]
 #[derive(Debug)]
 pub(crate) struct Stats {
-    /// Size of the pool.
+    /// Size of the pool: `free_blocks + cached_blocks + held_blocks`.
     num_blocks: usize,
     /// Blocks with nothing in them.
     pub(crate) free_blocks: usize,

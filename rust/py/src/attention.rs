@@ -6,7 +6,8 @@ use leafkv_core::attention::{
 };
 use pyo3::prelude::*;
 
-use crate::array::kv::{empty, expect_storable, kv_layer};
+use crate::array::kv::{expect_storable, kv_layer};
+use crate::array::new::empty;
 use crate::array::view::View;
 use crate::error::{invalid, to_py};
 use crate::int::{optional, positive};

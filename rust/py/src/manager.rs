@@ -7,12 +7,13 @@
 use std::sync::Mutex;
 
 use leafkv_core::{Admission, BlockId, Config, Error, KvManager, Result, SequenceId, TokenId};
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use numpy::{PyArray1, PyArray2};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
 use crate::answers::{Pin, Ready, Stats, WaitFor};
 use crate::array::ints::ints;
+use crate::array::new::{block_ids, copy_pairs, id_to_i32};
 use crate::array::out::Rows;
 use crate::error::{invalid, to_py};
 use crate::events::{Event, Snapshot};
@@ -83,11 +84,13 @@ impl KVManager {
         })
     }
 
+    /// Size of the pool.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
@@ -126,7 +129,7 @@ impl KVManager {
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
         let blocks = self.with(|core| core.match_prefix(&tokens, namespace.with(&media)))?;
-        Ok(PyArray1::from_iter(py, blocks.into_iter().map(id_to_i32)))
+        Ok(block_ids(py, blocks.into_iter()))
     }
 
     /// Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
@@ -268,19 +271,15 @@ impl KVManager {
     /// Copy them, all sources read before any destination is written, before any other write of the step.
     fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let copies = self.with(|core| Ok(core.copies()))?;
-        let pairs = copies
-            .iter()
-            .flat_map(|copy| [copy.source, copy.destination])
-            .map(id_to_i32);
-        PyArray1::from_iter(py, pairs).reshape([copies.len(), 2])
+        Ok(copy_pairs(py, &copies))
     }
 
     /// Write the block table of each sequence to a row of `out`, int32 [len(seq_ids), >= blocks of the longest].
     ///
     /// Entries past a sequence's blocks keep their value. Arrays that are kept from step to step are updated in place:
     /// `stamps`, uint64 [len(seq_ids)], tells what each row contains. 0: not known. A row whose stamp is the one
-    /// given for this very sequence gets only the entries that changed since; any other row is written whole. Either
-    /// way it has a new stamp then. Rows may be moved together with their stamps.
+    /// given for this very sequence gets only the entries that changed since; any other row is written whole. A row
+    /// that was written has a new stamp. Rows may be moved together with their stamps.
     #[pyo3(signature = (seq_ids, out, stamps=None))]
     fn tables(
         &self,
@@ -334,7 +333,7 @@ impl KVManager {
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let id = sequence_id("seq_id", seq_id)?;
         let table = self.with(|core| core.block_table(id).map(<[BlockId]>::to_vec))?;
-        Ok(PyArray1::from_iter(py, table.into_iter().map(id_to_i32)))
+        Ok(block_ids(py, table.into_iter()))
     }
 
     /// Committed tokens of a sequence.
@@ -357,13 +356,13 @@ impl KVManager {
         self.with(|core| Ok(core.clear(namespace.map(|namespace| namespace.0))))
     }
 
-    /// Keep the cached whole blocks of `tokens` from being evicted: as many, from the first on, as `pin_budget` allows.
+    /// Keep the cached whole blocks of `tokens` from being evicted: as many as `pin_budget` allows, in order.
     ///
     /// Pinned blocks count as held. The pin ends by `unpin`, by `clear`, or when `ttl` ticks have passed, see `time`.
     /// A pin of nothing is none: its id is new, and `unpin` of it is False.
     ///
     /// Raises:
-    ///     InvalidInputError: the manager has no `pin_budget`, `ttl` is 0, or `tokens` or `media` is malformed.
+    ///     InvalidInputError: the manager has no `pin_budget`, `ttl` is 0, or an argument is malformed.
     #[pyo3(signature = (tokens, namespace=Namespace(b""), media=None, *, ttl=None))]
     #[pyo3(text_signature = "($self, tokens, namespace=b'', media=(), *, ttl=None)")]
     fn pin(
@@ -479,9 +478,4 @@ fn expect_one_each(argument: &'static str, got: usize, ids: &[SequenceId]) -> Py
     let n = ids.len();
     let problem = format!("got {got}, expected one for each of the {n} sequences");
     Err(invalid(argument, problem))
-}
-
-/// Block ids are below 2³¹.
-fn id_to_i32(block: BlockId) -> i32 {
-    block as i32
 }

@@ -1,6 +1,6 @@
 //! The arguments `namespace` and `media`: what KV depends on besides the tokens.
 
-use leafkv_core::{Media, Scope};
+use leafkv_core::{Digest, Media, Scope};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PySequence};
 
@@ -58,16 +58,22 @@ fn span(index: usize, item: &Bound<'_, PyAny>) -> PyResult<Media> {
         number.ok_or_else(|| wrong(problem()))
     };
     let (start, length) = (position("start", &start)?, position("length", &length)?);
-    let digest = match digest.cast::<PyBytes>().map(|bytes| bytes.as_bytes()) {
-        Ok(bytes) => bytes
-            .try_into()
-            .map_err(|_| format!("{} bytes", bytes.len())),
-        Err(_) => Err(show(&digest)),
-    };
-    let digest = digest.map_err(|got| wrong(format!("has digest {got}, expected 32 bytes")))?;
+    let digest = to_digest(&digest).map_err(|got| wrong(format!("has digest {got}")))?;
     Ok(Media {
         start,
         length,
         digest,
     })
+}
+
+/// A digest, or what came and what was expected.
+pub(crate) fn to_digest(value: &Bound<'_, PyAny>) -> Result<Digest, String> {
+    let got = match value.cast::<PyBytes>().map(|bytes| bytes.as_bytes()) {
+        Ok(bytes) => match bytes.try_into() {
+            Ok(digest) => return Ok(digest),
+            Err(_) => format!("of {} bytes", bytes.len()),
+        },
+        Err(_) => show(value),
+    };
+    Err(format!("{got}, expected 32 bytes"))
 }

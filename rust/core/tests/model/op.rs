@@ -144,7 +144,7 @@ pub enum Who {
     Live(usize),
 }
 
-/// One operation. `over` counts back from one too many.
+/// One operation. `over` counts back from one too many. No items: all live sequences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
     Begin {

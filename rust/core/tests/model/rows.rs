@@ -20,8 +20,17 @@ struct Row {
 pub struct Rows {
     rows: Vec<Row>,
     owners: BTreeMap<u64, SequenceId>,
-    /// Up to where a table stayed as it is since its stamp was given.
-    kept: BTreeMap<SequenceId, (u64, usize)>,
+    /// What became of the table since its stamp was given.
+    since: BTreeMap<SequenceId, Since>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Since {
+    stamp: u64,
+    /// Up to here it stayed as it was.
+    kept: usize,
+    /// Whether an entry became another, instead of entries coming and going.
+    replaced: bool,
 }
 
 /// One call: which rows it is about, and what was written to each.
@@ -52,7 +61,12 @@ impl leafkv_core::Rows for Call<'_> {
             stamp != 0 && rows.owners.insert(stamp, ids[row]).is_none(),
             "stamp {stamp} is given again"
         );
-        rows.kept.insert(ids[row], (stamp, column + blocks.len()));
+        let since = Since {
+            stamp,
+            kept: column + blocks.len(),
+            replaced: false,
+        };
+        rows.since.insert(ids[row], since);
         assert!(
             written[row].replace(column).is_none(),
             "row {row} is written twice"
@@ -69,7 +83,7 @@ impl Rows {
         Self {
             rows: vec![row; ROWS],
             owners: BTreeMap::new(),
-            kept: BTreeMap::new(),
+            since: BTreeMap::new(),
         }
     }
 
@@ -83,12 +97,13 @@ impl Rows {
         match (before, now) {
             (Some(before), Some(now)) => {
                 let same = before.iter().zip(now).take_while(|(a, b)| a == b).count();
-                if let Some((_, kept)) = self.kept.get_mut(&id) {
-                    *kept = same.min(*kept);
+                if let Some(since) = self.since.get_mut(&id) {
+                    since.kept = same.min(since.kept);
+                    since.replaced |= same < before.len().min(now.len());
                 }
             }
             _ => {
-                self.kept.remove(&id);
+                self.since.remove(&id);
             }
         }
     }
@@ -129,17 +144,21 @@ impl Rows {
     ) -> Result<bool> {
         let ids: Vec<SequenceId> = items.iter().map(|&(id, _)| id).collect();
         let before = items.iter().map(|&(id, row)| {
-            let &(stamp, kept) = self.kept.get(&id)?;
-            (stamp == self.rows[row].stamp).then_some(kept)
+            let since = self.since.get(&id)?;
+            (since.stamp == self.rows[row].stamp).then_some(*since)
         });
-        let before: Vec<Option<usize>> = before.collect();
+        let before: Vec<Option<Since>> = before.collect();
         let mut call = Call {
             rows: self,
             order: items.iter().map(|&(_, row)| row).collect(),
             ids: &ids,
             written: vec![None; items.len()],
         };
-        manager.update_rows(&ids, columns, &mut call)?;
+        if let Err(error) = manager.update_rows(&ids, columns, &mut call) {
+            // Nobody keeps a wrong stamp for later.
+            self.rows[items[0].1].stamp = 0;
+            return Err(error);
+        }
         let written = call.written;
         let mut incremental = false;
         for (index, &(id, row)) in items.iter().enumerate() {
@@ -153,14 +172,12 @@ impl Rows {
                 continue; // Stamps were renewed within the call.
             }
             match (before[index], written[index]) {
-                (Some(kept), Some(from)) => {
-                    assert!(
-                        from <= kept && from < table.len(),
-                        "{from}, kept {kept}: {table:?}"
-                    );
+                (Some(since), Some(from)) => {
+                    let right = from == since.kept || (since.replaced && from < since.kept);
+                    assert!(right && from < table.len(), "{from}, {since:?}: {table:?}");
                     incremental |= from > 0;
                 }
-                (Some(kept), None) => assert!(kept >= table.len()),
+                (Some(since), None) => assert!(since.kept >= table.len()),
                 (None, from) => assert_eq!(from, Some(0), "sequence {id} is new in row {row}"),
             }
         }

@@ -269,6 +269,8 @@ impl World {
         let size = model.setup.block_size;
         for (slot, position) in slots.into_iter().zip(sequence.committed..) {
             let block = self.tables[&id][position / size];
+            let written = sequence.table[position / size];
+            assert!(!model.is_findable(written), "a cached block is written");
             assert_eq!(slot, block as usize * size + position % size);
             self.memory.write(slot, all[position]);
         }

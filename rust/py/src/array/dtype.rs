@@ -23,11 +23,11 @@ pub(crate) enum Dtype {
 }
 
 impl Dtype {
-    pub(crate) fn of(descr: &Bound<'_, PyArrayDescr>) -> Self {
+    pub(crate) fn of(descr: &Bound<'_, PyArrayDescr>, item_size: usize) -> Self {
         if descr.is_native_byteorder() == Some(false) {
             return Self::Other;
         }
-        match (descr.kind(), descr.itemsize()) {
+        match (descr.kind(), item_size) {
             (b'i', 1) => Self::I8,
             (b'i', 2) => Self::I16,
             (b'i', 4) => Self::I32,

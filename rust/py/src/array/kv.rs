@@ -4,7 +4,6 @@
 use leafkv_core::attention::{
     Blocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Side, Vectors, VectorsMut,
 };
-use numpy::PyArray3;
 use pyo3::prelude::*;
 
 use super::dtype::{Dtype, Scalar};
@@ -192,10 +191,4 @@ pub(crate) fn expect_storable(caches: [&View<'_>; 2], sources: [&View<'_>; 2]) -
         return Err(caches[1].wrong("it is the memory of key_cache"));
     }
     Ok(())
-}
-
-/// A new float32 array `[tokens, heads, head_dim]`, whose every element the caller will write.
-pub(crate) fn empty(py: Python<'_>, shape: [usize; 3]) -> Bound<'_, PyAny> {
-    // SAFETY: floats have no invalid bits, and the kernel writes all before Python sees any.
-    unsafe { PyArray3::<f32>::new(py, shape, false) }.into_any()
 }

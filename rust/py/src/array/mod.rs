@@ -15,5 +15,6 @@
 mod dtype;
 pub(crate) mod ints;
 pub(crate) mod kv;
+pub(crate) mod new;
 pub(crate) mod out;
 pub(crate) mod view;

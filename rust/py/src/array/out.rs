@@ -79,6 +79,7 @@ impl<'a, T: Scalar> Rows<'a, T> {
     }
 }
 
+#[inline(always)]
 fn checked<'a, T: Scalar>(
     argument: &'static str,
     value: &'a Bound<'_, PyAny>,

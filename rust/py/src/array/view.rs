@@ -1,5 +1,6 @@
 //! A numpy array as (pointer, shape, byte strides, dtype), and the checks that every use of one is made of.
 
+use std::ffi::c_int;
 use std::ops::Range;
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, npyffi};
@@ -14,7 +15,7 @@ pub(crate) const MAX_RANK: usize = 8;
 /// An array, alive as long as `'a`. Shape and strides are copies: Python may change the array object's own.
 pub(crate) struct View<'a> {
     argument: &'static str,
-    /// For messages only.
+    /// For messages, and what is rarely asked.
     array: &'a Bound<'a, PyUntypedArray>,
     data: *mut u8,
     dtype: Dtype,
@@ -22,12 +23,12 @@ pub(crate) struct View<'a> {
     rank: usize,
     shape: [usize; MAX_RANK],
     strides: [isize; MAX_RANK],
-    writable: bool,
-    aligned: bool,
-    has_object: bool,
+    flags: c_int,
 }
 
 impl<'a> View<'a> {
+    // Inlined: a view is large, and most uses look at little of it.
+    #[inline(always)]
     pub(crate) fn new(argument: &'static str, value: &'a Bound<'_, PyAny>) -> PyResult<Self> {
         match value.cast::<PyUntypedArray>() {
             Ok(array) => Self::of(argument, array),
@@ -38,6 +39,7 @@ impl<'a> View<'a> {
         }
     }
 
+    #[inline(always)]
     pub(crate) fn of(
         argument: &'static str,
         array: &'a Bound<'_, PyUntypedArray>,
@@ -47,6 +49,7 @@ impl<'a> View<'a> {
             let problem = format!("got {rank} dimensions, expected at most {MAX_RANK}");
             return Err(invalid(argument, problem));
         }
+        let item_size = descr.itemsize();
         let (mut shape, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
         shape[..rank].copy_from_slice(array.shape());
         strides[..rank].copy_from_slice(array.strides());
@@ -59,14 +62,12 @@ impl<'a> View<'a> {
             argument,
             array,
             data: data.cast(),
-            dtype: Dtype::of(&descr),
-            item_size: descr.itemsize(),
+            dtype: Dtype::of(&descr, item_size),
+            item_size,
             rank,
             shape,
             strides,
-            writable: flags & npyffi::NPY_ARRAY_WRITEABLE != 0,
-            aligned: flags & npyffi::NPY_ARRAY_ALIGNED != 0,
-            has_object: descr.has_object(),
+            flags,
         })
     }
 
@@ -135,7 +136,7 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn expect_writable(&self) -> PyResult<()> {
-        if self.writable {
+        if self.flags & npyffi::NPY_ARRAY_WRITEABLE != 0 {
             Ok(())
         } else {
             Err(self.wrong("got a read-only array, expected one to write to"))
@@ -143,7 +144,7 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn expect_aligned(&self) -> PyResult<()> {
-        if self.aligned {
+        if self.flags & npyffi::NPY_ARRAY_ALIGNED != 0 {
             Ok(())
         } else {
             Err(self.wrong("got a misaligned array, expected an aligned one"))
@@ -151,7 +152,7 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn expect_no_objects(&self) -> PyResult<()> {
-        if self.has_object {
+        if self.array.dtype().has_object() {
             Err(self.wrong("its items are Python objects, which are more than bytes"))
         } else {
             Ok(())

@@ -85,9 +85,6 @@ impl Model {
                 }
                 return Answer::WaitFor(leader, shared);
             }
-            if shared > 0 && hit % size > 0 && shared > hit / size * size {
-                self.see("a partial hit instead of waiting");
-            }
         }
         if !self.owner_counts_time {
             self.now += 1;

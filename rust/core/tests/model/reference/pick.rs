@@ -17,6 +17,14 @@ impl Model {
         }
     }
 
+    /// What a step does with all live sequences.
+    fn all<T>(&self, item: impl Fn(Who) -> T) -> Vec<T> {
+        self.sequences
+            .keys()
+            .map(|&id| item(Who::Named(id)))
+            .collect()
+    }
+
     pub(super) fn pick(&self, op: &Op) -> Call {
         match op.clone() {
             Op::Begin { id, prompt } => Call::Begin { id, prompt },
@@ -70,7 +78,10 @@ impl Model {
                 Call::Truncate { id, n }
             }
             Op::Release(who) => Call::Release { id: self.who(who) },
-            Op::GrowMany { items, sloppy } => {
+            Op::GrowMany { mut items, sloppy } => {
+                if items.is_empty() {
+                    items = self.all(|who| (who, 1));
+                }
                 let (mut ids, mut counts) = (Vec::new(), Vec::new());
                 for (who, n) in items {
                     let id = self.who(who);
@@ -82,12 +93,22 @@ impl Model {
                 counts.extend(sloppy.then_some(1));
                 Call::GrowMany { ids, counts }
             }
-            Op::CommitMany { items, sloppy } => self.pick_commit_many(&items, sloppy),
+            Op::CommitMany { mut items, sloppy } => {
+                if items.is_empty() {
+                    items = self.all(|who| (who, 1, None));
+                }
+                self.pick_commit_many(&items, sloppy)
+            }
             Op::Rows {
                 items,
                 columns,
                 spoil,
             } => {
+                let mut items = items;
+                if items.is_empty() {
+                    items = self.all(|who| (who, 0));
+                    (0..).zip(&mut items).for_each(|(row, item)| item.1 = row);
+                }
                 let mut distinct: Vec<(SequenceId, usize)> = Vec::new();
                 for (who, row) in items {
                     let row = row % ROWS;
