@@ -222,7 +222,7 @@ fn the_manager_does_what_the_model_does() {
     let is_rare = |what: &&str| seen.get(what).copied().unwrap_or(0) < often;
     let rare: Vec<_> = SITUATIONS
         .into_iter()
-        .filter(|what| is_rare(&what))
+        .filter(|what| is_rare(what))
         .collect();
     assert!(rare.is_empty(), "{rare:?} are too rare: {seen:?}");
 }

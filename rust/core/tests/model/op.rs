@@ -76,7 +76,7 @@ impl Prompt {
 
     /// A few ways to put spans into a prompt, so that prompts have the same ones.
     pub fn usual_spans(which: u8) -> Vec<(i8, u8, u8)> {
-        let content = u8::from(which % 7 == 0);
+        let content = u8::from(which.is_multiple_of(7));
         match which % 5 {
             0 => vec![(0, 2, content)],
             1 => vec![(1, 3, content)],

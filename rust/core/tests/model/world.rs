@@ -136,10 +136,10 @@ impl World {
                 });
             }
             Call::Fork { parent, child } => {
-                expect(manager.fork(*parent, *child), answer, |()| Answer::Done)
+                expect(manager.fork(*parent, *child), answer, |()| Answer::Done);
             }
             Call::Truncate { id, n } => {
-                expect(manager.truncate(*id, *n), answer, |()| Answer::Done)
+                expect(manager.truncate(*id, *n), answer, |()| Answer::Done);
             }
             Call::Release { id } => expect(manager.release(*id), answer, |()| Answer::Done),
             Call::GrowMany { ids, counts } => {
@@ -452,15 +452,12 @@ impl World {
                 "{prefix:?} is cached"
             );
             let kv = kv(*namespace, model.generation(*namespace), prefix);
-            for position in prefix.len() - size..prefix.len() {
+            let last = prefix.len() - size;
+            for (position, kv) in (last..).zip(&kv[last..]) {
                 let read = self
                     .memory
                     .read(self.blocks[&cached.block], position % size);
-                assert_eq!(
-                    read,
-                    Some(kv[position]),
-                    "token {position} of the cached {prefix:?}"
-                );
+                assert_eq!(read, Some(*kv), "token {position} of the cached {prefix:?}");
             }
         }
     }

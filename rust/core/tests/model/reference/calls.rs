@@ -74,17 +74,17 @@ impl Model {
         }
         let (namespace, cells) = (prompt.namespace, prompt.cells());
         let (table, hit) = self.hit(namespace, &cells);
-        if let Some((leader, shared)) = self.leader(namespace, &cells) {
-            if shared > hit {
-                self.see("wait for a leader");
-                if hit > 0 {
-                    self.see("wait for more than the hit");
-                }
-                if cells[..shared].iter().any(|(_, span)| span.is_some()) {
-                    self.see("wait for media");
-                }
-                return Answer::WaitFor(leader, shared);
+        if let Some((leader, shared)) = self.leader(namespace, &cells)
+            && shared > hit
+        {
+            self.see("wait for a leader");
+            if hit > 0 {
+                self.see("wait for more than the hit");
             }
+            if cells[..shared].iter().any(|(_, span)| span.is_some()) {
+                self.see("wait for media");
+            }
+            return Answer::WaitFor(leader, shared);
         }
         if !self.owner_counts_time {
             self.now += 1;
@@ -124,7 +124,7 @@ impl Model {
         {
             self.see("hit ends inside a span");
         }
-        if hit % size > 0 {
+        if !hit.is_multiple_of(size) {
             let prefix = &cells[..hit / size * size];
             let is_child = |(other, key): &&(u8, Prefix)| {
                 *other == namespace && key.len() == prefix.len() + size && key.starts_with(prefix)
