@@ -168,12 +168,15 @@ impl BlockPool {
     }
 
     /// The tree no longer finds this block; without references it is free.
-    pub(crate) fn withdraw(&mut self, block: BlockId) {
-        let state = &mut self.blocks[block as usize];
-        debug_assert!(state.node.is_some(), "only a published block is withdrawn");
-        state.node = None;
-        if state.references == 0 {
-            self.free.push(block);
+    pub(crate) fn withdraw(&mut self, run: &[BlockId]) {
+        // The last one first: they are then used again in this order.
+        for &block in run.iter().rev() {
+            let state = &mut self.blocks[block as usize];
+            debug_assert!(state.node.is_some(), "only a published block is withdrawn");
+            state.node = None;
+            if state.references == 0 {
+                self.free.push(block);
+            }
         }
     }
 

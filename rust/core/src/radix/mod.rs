@@ -391,12 +391,23 @@ impl<P: EvictionPolicy> RadixTree<P> {
     /// How many blocks at the end of a leaf, `most` at most, have no reference and no higher rank than `lowest`.
     fn evictable_run(&self, pool: &BlockPool, leaf: NodeId, lowest: P::Rank, most: usize) -> usize {
         let node = &self.nodes[leaf];
-        let depths = (node.start() + 1..=node.end()).rev();
-        let tails = node.blocks.iter().rev().zip(depths).take(most);
-        let run = tails.take_while(|&(&block, depth)| {
-            pool.references(block) == 0 && P::rank(pool.last_used(block), depth) <= lowest
-        });
-        run.count()
+        let stays = |index: usize| {
+            let block = node.blocks[index];
+            let rank = P::rank(pool.last_used(block), node.start() + index + 1);
+            pool.references(block) > 0 || rank > lowest
+        };
+        // Towards the root, blocks are held sooner and rank higher: what goes is at the end, and often all.
+        let (mut kept, mut end) = (node.blocks.len().saturating_sub(most), node.blocks.len());
+        let mut middle = kept;
+        while kept < end {
+            if stays(middle) {
+                kept = middle + 1;
+            } else {
+                end = middle;
+            }
+            middle = kept.midpoint(end);
+        }
+        node.blocks.len() - kept
     }
 
     /// Takes a held block that nothing in the tree depends on out of it.
@@ -426,9 +437,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
             }
         }
         for &id in &ids {
-            for block in self.nodes.remove(id).blocks {
-                pool.withdraw(block);
-            }
+            pool.withdraw(&self.nodes.remove(id).blocks);
         }
         self.shrink_if_empty();
         if let Some(log) = &mut self.log {
@@ -588,9 +597,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let size = self.block_size;
         let node = &mut self.nodes[id];
         let kept = node.blocks.len() - n;
-        for &block in node.blocks[kept..].iter().rev() {
-            pool.withdraw(block);
-        }
+        pool.withdraw(&node.blocks[kept..]);
         if let Some(log) = &mut self.log {
             log.removed(&node.namespace, &node.blocks[kept..]);
         }

@@ -10,7 +10,8 @@ use crate::slab::Key as NodeId;
 
 /// The order of eviction: of all tails that can go, the one of the lowest rank goes first.
 ///
-/// The rank of a block must not change while it is unreferenced.
+/// The rank of a block must not change while it is unreferenced, nor be below that of a block which depends on it:
+/// a tail goes before what it continues.
 pub(crate) trait EvictionPolicy: Debug {
     type Rank: Ord + Copy + Debug;
 
