@@ -118,6 +118,7 @@ def test_samples_that_are_preempted_and_computed_again_read_their_own_history() 
                 except OutOfBlocksError:
                     waiting.insert(0, live.pop())
                     manager.release(waiting[0])
+                    manager.check_invariants()
                     preempted += 1
         memory.copy()
         for seq_id in [*live]:
