@@ -91,8 +91,8 @@ def test_n_samples_of_one_prompt_share_all_but_their_last_block() -> None:
 
 
 def test_samples_that_are_preempted_and_computed_again_read_their_own_history() -> None:
-    """Four samples of a prompt in a pool for two: the newest gives way, also between its copy being owed and made."""
-    manager = KVManager(9, 4)
+    """Four samples of a prompt in a pool for one: the newest gives way, also between its copy being owed and made."""
+    manager = KVManager(6, 4)
     memory = Memory(manager)
     prompt = list(range(10))
     samples = {seq_id: [*prompt] for seq_id in range(4)}
@@ -108,7 +108,7 @@ def test_samples_that_are_preempted_and_computed_again_read_their_own_history() 
         while waiting and isinstance(manager.begin(waiting[0], samples[waiting[0]]), Ready):
             live.append(waiting.pop(0))
             known[live[-1]] = len(samples[live[-1]])
-        for seq_id in [*live]:
+        for seq_id in live[::-1]:
             while seq_id in live:
                 if manager.num_committed(seq_id) == len(samples[seq_id]):
                     samples[seq_id].append(100 * seq_id + len(samples[seq_id]))
