@@ -269,29 +269,45 @@ impl KvManager {
         self.grow_one(key, n)
     }
 
-    #[inline]
     pub(crate) fn grow_one(&mut self, key: Key, n: usize) -> Result<()> {
-        let size = self.block_size;
-        let sequence = &mut self.sequences[key];
-        let reserved = sequence.reserved.saturating_add(n);
-        let to_write = sequence
-            .partial_block(size)
-            .filter(|_| reserved > sequence.committed);
-        let shared = to_write.filter(|&index| !self.store.is_writable(sequence.table[index]));
-        let missing = reserved.saturating_sub(sequence.table.len() * size.tokens());
-        if missing > 0 || shared.is_some() {
-            self.take_blocks(key, size.blocks_for(missing), shared)?;
+        if self.grow_in_place(key, n) {
+            return Ok(());
         }
-        let sequence = &mut self.sequences[key];
-        sequence.reserved = reserved;
-        if n > 0 && sequence.uncounted.is_some() {
+        let size = self.block_size;
+        let sequence = &self.sequences[key];
+        let reserved = sequence.reserved.saturating_add(n);
+        let shared = sequence
+            .partial_block(size)
+            .filter(|_| reserved > sequence.committed)
+            .filter(|&index| !self.store.is_writable(sequence.table[index]));
+        let missing = reserved.saturating_sub(sequence.table.len() * size.tokens());
+        self.take_blocks(key, size.blocks_for(missing), shared)?;
+        self.sequences[key].reserved = reserved;
+        if n > 0 {
             self.count_query(key);
         }
         Ok(())
     }
 
+    /// Grows a sequence if it takes nothing but a number, as for most decoding tokens.
+    #[inline]
+    pub(crate) fn grow_in_place(&mut self, key: Key, n: usize) -> bool {
+        let size = self.block_size;
+        let sequence = &mut self.sequences[key];
+        let reserved = sequence.reserved.saturating_add(n);
+        if reserved > sequence.table.len() * size.tokens() || sequence.uncounted.is_some() {
+            return false;
+        }
+        if let Some(index) = sequence.partial_block(size)
+            && !self.store.is_writable(sequence.table[index])
+        {
+            return false;
+        }
+        sequence.reserved = reserved;
+        true
+    }
+
     /// Gives a sequence `more` blocks, and one in place of the block at `shared`, which others have too.
-    #[inline(never)]
     fn take_blocks(&mut self, key: Key, more: usize, mut shared: Option<usize>) -> Result<()> {
         let store = &mut self.store;
         let sequence = &mut self.sequences[key];
@@ -346,6 +362,7 @@ impl KvManager {
     }
 
     /// What is wrong with a commit, and with which argument; `None`: the number of tokens.
+    #[inline]
     pub(crate) fn check_commit(
         &self,
         key: Key,
@@ -353,6 +370,21 @@ impl KvManager {
         new_tokens: usize,
     ) -> Result<(), (Option<&'static str>, String)> {
         let sequence = &self.sequences[key];
+        let in_order = sequence.committed <= n && n <= sequence.reserved;
+        let known = n <= sequence.known.len() + new_tokens;
+        if in_order && known && self.store.owed.is_empty() {
+            return Ok(());
+        }
+        self.look_closely(sequence, n, new_tokens)
+    }
+
+    #[inline(never)]
+    fn look_closely(
+        &self,
+        sequence: &Sequence,
+        n: usize,
+        new_tokens: usize,
+    ) -> Result<(), (Option<&'static str>, String)> {
         let (committed, reserved) = (sequence.committed, sequence.reserved);
         if !(committed..=reserved).contains(&n) {
             let problem =
@@ -364,8 +396,7 @@ impl KvManager {
             let problem = format!("{n} tokens committed, only {known} known");
             return Err((Some("new_tokens"), problem));
         }
-        if !self.store.owed.is_empty()
-            && let Some(tail) = sequence.partial_block(self.block_size)
+        if let Some(tail) = sequence.partial_block(self.block_size)
             && let Some(copy) = self.store.owed_to(sequence.table[tail])
         {
             let (source, destination) = (copy.source, copy.destination);
