@@ -305,8 +305,8 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let above = &mut self.nodes[at];
         // A leaf grows in place, anything else gets a child.
         if above.leaf_tail().is_some() {
-            above.tokens.extend_from_slice(new_tokens);
-            above.blocks.extend_from_slice(blocks);
+            extend_sparingly(&mut above.tokens, new_tokens);
+            extend_sparingly(&mut above.blocks, blocks);
             if !new_media.is_empty() {
                 let start = above.start() * self.block_size;
                 above.media = touching(media, start..tokens.len()).into();
@@ -636,6 +636,14 @@ impl<P: EvictionPolicy> RadixTree<P> {
             self.children = HashTable::new();
         }
     }
+}
+
+/// Extends a vector that will be kept for long: what it has too much is an eighth at most, not a half.
+fn extend_sparingly<T: Copy>(vector: &mut Vec<T>, more: &[T]) {
+    if vector.capacity() - vector.len() < more.len() {
+        vector.reserve_exact(more.len().max(vector.len() / 8));
+    }
+    vector.extend_from_slice(more);
 }
 
 fn hash_namespace(namespace: &[u8]) -> u64 {
