@@ -359,6 +359,19 @@ def test_stamps_that_are_not_of_this_row_and_sequence_are_not_believed() -> None
     assert twice.tolist() == tables_of(manager, [1, 2])
 
 
+def test_rows_that_outlive_their_manager_are_written_whole() -> None:
+    rows = Rows(grown((1, 2, 3)), [1, 2, 3], 3)
+    rows.update()
+    # The same sequences in another manager, with other blocks, first seen in other rows and then in these.
+    rows.manager = grown((3, 2, 1))
+    for order in ([2, 3, 1], [3, 1, 2], [1, 2, 3]):
+        elsewhere = np.zeros(3, np.uint64)
+        rows.manager.tables(order, np.zeros((3, 3), np.int32), elsewhere)
+        assert not np.isin(elsewhere, rows.stamps).any()
+    rows.written = [None] * 3
+    rows.update()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_follow_the_tables_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)

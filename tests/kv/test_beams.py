@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from leafkv._core import KVManager
+from leafkv import OutOfBlocksError
+from leafkv._core import KVManager, Ready
 from tests.kv.lives import Memory, assert_drained, begin, kv_of
 
 
@@ -87,6 +88,52 @@ def test_n_samples_of_one_prompt_share_all_but_their_last_block() -> None:
     manager.commit_many(ids, [1] * 8, range(8))
     for seq_id in range(8):
         assert memory.read(seq_id) == kv_of([*prompt, seq_id])
+
+
+def test_samples_that_are_preempted_and_computed_again_read_their_own_history() -> None:
+    """Four samples of a prompt in a pool for two: the newest gives way, also between its copy being owed and made."""
+    manager = KVManager(9, 4)
+    memory = Memory(manager)
+    prompt = list(range(10))
+    samples = {seq_id: [*prompt] for seq_id in range(4)}
+    begin(manager, 0, prompt)
+    manager.grow(0, len(prompt))
+    memory.write(0, kv_of(prompt))
+    manager.commit(0, len(prompt))
+    known = dict.fromkeys(samples, len(prompt))
+    live, waiting, preempted = [*samples], list[int](), 0
+    for child in live[1:]:
+        manager.fork(0, child)
+    for _ in range(200):
+        while waiting and isinstance(manager.begin(waiting[0], samples[waiting[0]]), Ready):
+            live.append(waiting.pop(0))
+            known[live[-1]] = len(samples[live[-1]])
+        for seq_id in [*live]:
+            while seq_id in live:
+                if manager.num_committed(seq_id) == len(samples[seq_id]):
+                    samples[seq_id].append(100 * seq_id + len(samples[seq_id]))
+                try:
+                    manager.grow(seq_id, len(samples[seq_id]) - manager.num_committed(seq_id))
+                    break
+                except OutOfBlocksError:
+                    waiting.insert(0, live.pop())
+                    manager.release(waiting[0])
+                    preempted += 1
+        memory.copy()
+        for seq_id in [*live]:
+            tokens = samples[seq_id]
+            memory.write(seq_id, kv_of(tokens)[manager.num_committed(seq_id) :])
+            manager.commit(seq_id, len(tokens), tokens[known[seq_id] :])
+            known[seq_id] = len(tokens)
+            assert memory.read(seq_id) == kv_of(tokens)
+            if len(tokens) >= 22:
+                manager.release(seq_id)
+                live.remove(seq_id)
+        manager.check_invariants()
+    assert not live
+    assert not waiting
+    assert preempted > 3
+    assert_drained(manager)
 
 
 def test_forks_of_forks_whose_copies_are_still_owed() -> None:

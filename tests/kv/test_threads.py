@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from leafkv import InvalidInputError, OutOfBlocksError, UnknownSequenceError
 from leafkv._core import KVManager, WaitFor
+from leafkv.kv.mirror import CacheMirror
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20
@@ -238,6 +239,163 @@ class Worker:
         slots = np.empty(sum(counts), np.int64)
         manager.slots(ids, counts, slots)
         np.testing.assert_array_equal(slots, np.concatenate([sequence.claimed for sequence in family]))
+
+
+STEPS = 120
+WIDTH = 3
+PIN_BUDGET = 3
+IMAGES = [bytes([content]) * 32 for content in range(2)]
+
+
+class BatchWorker:
+    """One thread: steps of a batch, in rows that it keeps, of prompts with images, beside pins that come and go."""
+
+    def __init__(self, manager: KVManager, number: int) -> None:
+        self.manager, self.number = manager, number
+        self.rng = random.Random(number)
+        self.next_id = number << 32
+        self.ids: list[int] = []
+        self.pins: list[int] = []
+        self.rows = np.full((WIDTH, 2 * NUM_BLOCKS), -1, np.int32)
+        self.stamps = np.zeros(WIDTH, np.uint64)
+        self.done: Counter[str] = Counter()
+
+    def prompt(self) -> tuple[list[int], bytes, list[tuple[int, int, bytes]]]:
+        rng = self.rng
+        tokens = [*rng.choice(SHARED)[: rng.randrange(1, 20)], rng.randrange(2)]
+        image = rng.random() < 0.3 and [(0, 1, rng.choice(IMAGES))]
+        return tokens, rng.choice(NAMESPACES), image or []
+
+    def run(self) -> None:
+        for _ in range(STEPS):
+            self.admit()
+            self.step()
+            self.disturb()
+        for seq_id in self.ids:
+            self.manager.release(seq_id)
+        for pin_id in self.pins:
+            self.manager.unpin(pin_id)
+
+    def admit(self) -> None:
+        while len(self.ids) < WIDTH:
+            answer = self.manager.begin(self.next_id, *self.prompt())
+            if isinstance(answer, WaitFor):
+                self.done["wait"] += 1
+                return
+            self.ids.append(self.next_id)
+            self.next_id += 1
+
+    def step(self) -> None:
+        manager, ids = self.manager, np.array(self.ids, np.uint64)
+        lacking = np.full(len(ids), -1, np.int32)
+        lack = manager.grow_many(ids, np.full(len(ids), self.rng.randrange(1, 6)), lacking)
+        assert lack == np.count_nonzero(lacking)
+        assert (lacking >= 0).all()
+        self.done["lack"] += lack
+        self.check_rows(ids)
+        manager.copies()  # Whoever takes the last ones, ours are among those taken by now.
+        committed = np.array([manager.num_committed(i) for i in self.ids])
+        grown = ids[lacking == 0]
+        if len(grown):
+            manager.commit_many(grown, [1] * len(grown), [self.rng.randrange(2) for _ in grown])
+        after = np.array([manager.num_committed(i) for i in self.ids])
+        np.testing.assert_array_equal(after - committed, lacking == 0)
+        self.check_rows(ids)
+        for seq_id in ids[lacking > 0].tolist():
+            manager.release(seq_id)
+            self.ids.remove(seq_id)
+
+    def check_rows(self, ids: NDArray[np.uint64]) -> None:
+        n = len(ids)
+        self.manager.tables(ids, self.rows[:n], self.stamps[:n])
+        for row, seq_id in zip(self.rows, ids.tolist(), strict=False):
+            table = self.manager.block_table(seq_id)
+            np.testing.assert_array_equal(row[: len(table)], table)
+
+    def disturb(self) -> None:
+        rng, manager = self.rng, self.manager
+        match rng.randrange(8):
+            case 0 | 1:
+                pin = manager.pin(*self.prompt(), ttl=rng.choice((None, 1, 9)))
+                self.done["pin"] += pin.pinned_tokens > 0
+                self.pins.append(pin.pin_id)
+            case 2 if self.pins:
+                self.done["unpin"] += manager.unpin(self.pins.pop(rng.randrange(len(self.pins))))
+            case 3 if self.ids:
+                seq_id = rng.choice(self.ids)
+                manager.truncate(seq_id, manager.num_committed(seq_id))
+            case 4 if self.ids:
+                manager.release(self.ids.pop(rng.randrange(len(self.ids))))
+            case 5 if 0 < len(self.ids) < WIDTH:
+                manager.fork(rng.choice(self.ids), self.next_id)
+                self.ids.append(self.next_id)
+                self.next_id += 1
+            case 6 if rng.random() < 0.2:
+                manager.clear(rng.choice((None, *NAMESPACES)))
+
+
+def test_batches_pins_and_images_of_many_threads() -> None:
+    """Rows stay right, counters never fall, and the events tell of all that is cached in the end."""
+    manager = KVManager(2 * NUM_BLOCKS, BLOCK_SIZE, partial_hits=True, pin_budget=PIN_BUDGET, event_capacity=1_000_000)
+    mirror = CacheMirror(BLOCK_SIZE)
+    workers = [BatchWorker(manager, number) for number in range(1, 5)]
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def follow() -> None:
+        before = manager.stats()
+        while not stop.is_set():
+            mirror.apply(manager.events())
+            if len(mirror) % 3 == 0:
+                mirror.load(manager.snapshot())
+            now = manager.stats()
+            for counter in ("query_tokens", "hit_tokens", "partial_hit_tokens", "stored_blocks", "evicted_blocks"):
+                assert getattr(before, counter) <= getattr(now, counter), counter
+            assert now.pinned_blocks <= PIN_BUDGET
+            assert now.free_blocks + now.cached_blocks + now.held_blocks == now.num_blocks
+            manager.check_invariants()
+            before = now
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+                stop.set()
+
+        return run
+
+    follower = threading.Thread(target=guarded(follow), daemon=True)
+    threads = [threading.Thread(target=guarded(worker.run), daemon=True) for worker in workers]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in (follower, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), f"no end in sight: {manager!r}"
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+    follower.join(60)
+    assert not follower.is_alive()
+    if failures:
+        raise failures[0]
+
+    mirror.apply(manager.events())
+    fresh = CacheMirror(BLOCK_SIZE)
+    fresh.load(manager.snapshot())
+    assert mirror.blocks == fresh.blocks
+    manager.copies()
+    manager.check_invariants()
+    stats = manager.stats()
+    assert (stats.sequences, stats.held_blocks, stats.pinned_blocks, stats.dropped_events) == (0, 0, 0, 0)
+    done = sum((worker.done for worker in workers), Counter())
+    for happened in ("wait", "lack", "pin", "unpin"):
+        assert done[happened] > 0, f"no {happened} in {done}"
+    assert 0 < stats.partial_hit_tokens < stats.hit_tokens
 
 
 def watch(manager: KVManager, stop: threading.Event) -> None:

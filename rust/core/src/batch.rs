@@ -2,6 +2,8 @@
 //!
 //! Each is checked before anything changes; a sequence that only lacks blocks keeps nobody else from growing.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::block::{BlockId, SequenceId, TokenId};
 use crate::error::{Error, Result};
 use crate::manager::KvManager;
@@ -109,6 +111,7 @@ impl KvManager {
             let problem = format!("got {columns} columns, expected at least {longest}");
             return Err(Error::invalid("out", problem));
         }
+        let mut stamp = new_stamps(ids.len());
         for (row, key) in keys.into_iter().enumerate() {
             let sequence = &mut self.sequences[key];
             let current = sequence.stamp != 0 && rows.stamp(row) == sequence.stamp;
@@ -116,8 +119,9 @@ impl KvManager {
             if current && from == sequence.table.len() {
                 continue;
             }
-            self.last_stamp += 1;
-            sequence.stamp = self.last_stamp;
+            stamp += 1;
+            self.last_stamp = stamp;
+            sequence.stamp = stamp;
             sequence.unchanged = sequence.table.len();
             rows.write(row, from, &sequence.table[from..], sequence.stamp);
         }
@@ -138,7 +142,7 @@ impl KvManager {
         let keys = self.sequences.keys(ids)?;
         for ((&id, &key), &n) in ids.iter().zip(&*keys).zip(counts) {
             self.sequences[key].check_slots(id, n)?;
-            total += n;
+            total = total.saturating_add(n);
         }
         if total != len {
             return Err(Error::invalid(
@@ -161,6 +165,13 @@ impl KvManager {
         }
         Ok(())
     }
+}
+
+/// Reserves `n` stamps, those after the answer. They are unique in the process, not in a manager only: rows outlive
+/// managers, and one manager must not take another's stamp for its own.
+fn new_stamps(n: usize) -> u64 {
+    static RESERVED: AtomicU64 = AtomicU64::new(0);
+    RESERVED.fetch_add(n as u64, Ordering::Relaxed)
 }
 
 fn expect_one_each(argument: &'static str, got: usize, ids: &[SequenceId]) -> Result<()> {

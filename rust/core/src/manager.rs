@@ -401,7 +401,13 @@ impl KvManager {
             check_cut(sequence, n, "n")?;
         }
         let kept = self.block_size.blocks_for(n);
-        self.store.touch(&sequence.table);
+        // Last uses matter to those who are let go of, and these are cached only if the first one is.
+        let whole = self.block_size.whole_blocks(n);
+        if let Some(&first) = sequence.table.get(whole)
+            && self.store.pool.is_findable(first)
+        {
+            self.store.touch(&sequence.table);
+        }
         self.store.unhold(&sequence.table[kept..]);
         sequence.table.truncate(kept);
         sequence.changed(kept);
@@ -470,8 +476,15 @@ impl KvManager {
             if leader.namespace.as_deref() != Some(scope.namespace) {
                 continue;
             }
+            // What it has committed is found in the cache. Most leaders differ right there: no need to compare the rest.
+            let start = self.block_size.whole_tokens(leader.committed);
+            let next = start..start + self.block_size();
+            let tokens = cacheable(tokens);
+            if tokens.get(next.clone()) != leader.known.get(next) {
+                continue;
+            }
             let prompt = &leader.known[..self.block_size.whole_tokens(leader.prompt)];
-            let common = common_prefix(cacheable(tokens), prompt);
+            let common = common_prefix(tokens, prompt);
             let common = common.min(common_media(scope.media, &leader.media, 0));
             let shared = self.block_size.whole_tokens(common);
             // Of equals the one that is furthest along, then the oldest.
@@ -493,5 +506,33 @@ fn check_cut(sequence: &Sequence, n: usize, argument: &'static str) -> Result<()
             Err(Error::invalid(argument, problem))
         }
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rejected drafts cost the same at the end of a long sequence as at its beginning.
+    #[test]
+    fn only_cached_blocks_that_are_let_go_of_are_marked_as_used() {
+        let mut manager = KvManager::new(Config::new(8, 4)).unwrap();
+        manager.begin(1, vec![1; 12], Scope::default()).unwrap();
+        manager.grow(1, 12).unwrap();
+        manager.commit(1, 12, &[]).unwrap();
+        let root = manager.block_table(1).unwrap()[0];
+        let before = manager.store.pool.last_used(root);
+        for drafts in [1, 4, 9] {
+            manager.grow(1, drafts).unwrap();
+            manager.truncate(1, 12).unwrap();
+        }
+        assert_eq!(manager.store.pool.last_used(root), before);
+        // Inside a cached block, which the next `grow` lets go of; then of whole ones.
+        for n in [10, 8, 4] {
+            let before = manager.store.pool.last_used(root);
+            manager.truncate(1, n).unwrap();
+            assert!(manager.store.pool.last_used(root) > before, "{n}");
+        }
+        manager.check_invariants().unwrap();
     }
 }

@@ -55,7 +55,7 @@ struct Node {
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
     /// The media spans that touch it.
-    media: Box<[Media]>,
+    media: Vec<Media>,
     namespace: Arc<[u8]>,
     /// Under which the table that finds this node has it.
     hash: u64,
@@ -71,7 +71,7 @@ impl Node {
         Self {
             tokens: Vec::new(),
             blocks: Vec::new(),
-            media: Box::default(),
+            media: Vec::new(),
             namespace: namespace.into(),
             hash: 0,
             start: 0,
@@ -307,17 +307,19 @@ impl<P: EvictionPolicy> RadixTree<P> {
         if above.leaf_tail().is_some() {
             extend_sparingly(&mut above.tokens, new_tokens);
             extend_sparingly(&mut above.blocks, blocks);
-            if !new_media.is_empty() {
-                let start = above.start() * self.block_size;
-                above.media = touching(media, start..tokens.len()).into();
-            }
+            let more = match (above.media.last(), new_media) {
+                // A span that reaches back into what is there.
+                (Some(last), [first, rest @ ..]) if last == first => rest,
+                _ => new_media,
+            };
+            extend_sparingly(&mut above.media, more);
         } else {
             above.children += 1;
             let namespace = above.namespace.clone();
             at = self.nodes.insert(Node {
                 tokens: new_tokens.to_vec(),
                 blocks: blocks.to_vec(),
-                media: new_media.into(),
+                media: new_media.to_vec(),
                 namespace,
                 hash: 0,
                 start: depth as u32,
@@ -570,7 +572,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let mut upper = Node {
             tokens: mem::replace(&mut node.tokens, lower_tokens),
             blocks: mem::replace(&mut node.blocks, lower_blocks),
-            media: touching(&node.media, start * size..middle * size).into(),
+            media: touching(&node.media, start * size..middle * size).to_vec(),
             namespace: node.namespace.clone(),
             hash: 0,
             start: node.start,
@@ -579,7 +581,7 @@ impl<P: EvictionPolicy> RadixTree<P> {
         };
         upper.tokens.shrink_to_fit();
         upper.blocks.shrink_to_fit();
-        node.media = touching(&node.media, middle * size..end * size).into();
+        node.media = touching(&node.media, middle * size..end * size).to_vec();
         node.start = middle as u32;
         let upper = self.nodes.insert(upper);
         self.nodes[id].parent = Some(upper);
@@ -604,14 +606,14 @@ impl<P: EvictionPolicy> RadixTree<P> {
         if kept > 0 {
             node.blocks.truncate(kept);
             node.tokens.truncate(kept * size);
-            if !node.media.is_empty() {
-                let (start, end) = (node.start() * size, node.end() * size);
-                node.media = touching(&node.media, start..end).into();
-            }
+            let end = node.end() * size;
+            node.media
+                .truncate(node.media.partition_point(|span| span.start < end));
             // Halving what is a quarter full keeps this O(1) a block.
             if node.tokens.len() < node.tokens.capacity() / 4 {
                 node.tokens.shrink_to(node.tokens.len() * 2);
                 node.blocks.shrink_to(node.blocks.len() * 2);
+                node.media.shrink_to(node.media.len() * 2);
             }
             return Some(id);
         }
