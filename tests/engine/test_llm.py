@@ -195,6 +195,7 @@ def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
         {"num_threads": 0},
         {"num_threads": 1025},
         {"enable_prefix_caching": 1},
+        {"partial_hits": None},
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
     ],

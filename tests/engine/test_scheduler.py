@@ -24,6 +24,7 @@ def test_random_workloads_give_the_reference_tokens(seed: int) -> None:
         max_num_batched_tokens=rng.choice([1, 2, block_size, block_size + 1, 16, 17, 64]),
         max_num_seqs=rng.choice([1, 2, 3, 8, 16]),
         enable_prefix_caching=rng.random() < 0.85,
+        partial_hits=seed % 2 == 0,
     )
     stems = [[rng.randrange(VOCAB) for _ in range(longest)] for _ in range(3)]
     expected: dict[str, list[int]] = {}

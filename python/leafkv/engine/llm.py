@@ -42,6 +42,7 @@ class LLM:
         max_num_seqs: requests that run at the same time at most; more wait.
         max_model_len: tokens of a prompt and its answer at most; None for what the model was made for.
         enable_prefix_caching: whether prompts find the KV of prefixes computed before.
+        partial_hits: whether they find it inside of blocks, too; what they share of a block is copied.
         dtype: of weights and activations: "auto" or "float32", which are the same.
         kv_cache_dtype: "auto" (float32), "float32", "float16" or "bfloat16".
         num_threads: threads for attention and matrix products; None for all.
@@ -62,6 +63,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        partial_hits: bool = False,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         num_threads: int | None = None,
@@ -75,8 +77,9 @@ class LLM:
             max_model_len = check_integer("max_model_len", max_model_len, 1)
         if num_threads is not None:
             num_threads = check_integer("num_threads", num_threads, 1, MAX_THREADS)
-        if not isinstance(enable_prefix_caching, bool):
-            raise InvalidInputError(f"enable_prefix_caching: expected True or False, got {enable_prefix_caching!r}")
+        for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("partial_hits", partial_hits)):
+            if not isinstance(flag, bool):
+                raise InvalidInputError(f"{name}: expected True or False, got {flag!r}")
         if dtype not in ("auto", "float32"):
             raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
         if kv_cache_dtype not in ("auto", *DTYPES):
@@ -97,7 +100,9 @@ class LLM:
             size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
             log.logger.info("KV cache: %s", size)
             num_blocks = size.num_blocks
-        self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.manager = KVManager(
+            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, partial_hits=partial_hits
+        )
         self.cache = KVCache(num_blocks, *shape)
         self._tokenizer = tokenizer = loaded.tokenizer
         self._router = Router(

@@ -32,6 +32,10 @@ impl KvManager {
         lacking.clear();
         for (index, &n) in counts.iter().enumerate() {
             let key = self.sequences.batch_key(index);
+            if self.grow_in_place(key, n) {
+                lacking.push(0);
+                continue;
+            }
             lacking.push(match self.grow_one(key, n) {
                 Err(Error::OutOfBlocks {
                     needed,
@@ -148,7 +152,13 @@ impl KvManager {
         }
         let mut at = 0;
         for (&key, &n) in keys.iter().zip(counts) {
-            for (slot, run) in self.sequences[key].slots(n, self.block_size) {
+            let sequence = &self.sequences[key];
+            if let Some(slot) = sequence.slots_in_one_block(n, self.block_size) {
+                write(at, slot, n);
+                at += n;
+                continue;
+            }
+            for (slot, run) in sequence.slots(n, self.block_size) {
                 write(at, slot, run);
                 at += run;
             }

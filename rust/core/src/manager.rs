@@ -19,11 +19,13 @@ use crate::block::{
     BlockCopy, BlockId, BlockSize, Scope, SequenceId, TokenId, check_media, common_media,
     common_prefix,
 };
+use crate::cached::Clock;
+use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::events::{Event, EventLog, Snapshot};
-use crate::pins::{NEVER, Pin, Pins};
+use crate::events::EventLog;
+use crate::pins::Pins;
 use crate::pool::BlockPool;
-use crate::radix::{BlockHash, RadixTree, hash_block};
+use crate::radix::RadixTree;
 use crate::sequence::{Sequence, cacheable};
 use crate::sequences::Sequences;
 use crate::slab::Key;
@@ -46,78 +48,6 @@ pub enum Admission {
     },
 }
 
-/// What a [`KvManager`] has now, and what it did so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stats {
-    /// Size of the pool.
-    pub num_blocks: usize,
-    /// Blocks with nothing in them.
-    pub free_blocks: usize,
-    /// Blocks that a prefix hit can find and eviction can take.
-    pub cached_blocks: usize,
-    /// Blocks of live sequences, of owed copies and of pins.
-    pub held_blocks: usize,
-    /// The most blocks that were ever held at once.
-    pub max_held_blocks: usize,
-    /// Blocks of pins.
-    pub pinned_blocks: usize,
-    /// Live sequences.
-    pub sequences: usize,
-    /// Tokens of all prompts that were begun and then given slots.
-    pub query_tokens: u64,
-    /// Those of `query_tokens` that were found in the prefix cache.
-    pub hit_tokens: u64,
-    /// Those of `hit_tokens` that were found in part of a block, and copied.
-    pub partial_hit_tokens: u64,
-    /// Blocks that could be found from some time on.
-    pub stored_blocks: u64,
-    /// Blocks that eviction took from the prefix cache.
-    pub evicted_blocks: u64,
-    /// Events that nobody took before newer ones needed their room.
-    pub dropped_events: u64,
-}
-
-/// What a [`KvManager`] is made of.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// Size of the pool, 1 to 2³¹ − 1.
-    pub num_blocks: usize,
-    /// Tokens of a block, 1 to 2³¹ − 1.
-    pub block_size: usize,
-    /// Without it every sequence is private.
-    pub prefix_caching: bool,
-    /// Whether a hit may end inside a block, whose beginning is then copied.
-    pub partial_hits: bool,
-    /// How many different blocks may be pinned. A prompt must fit in the others.
-    pub pin_budget: usize,
-    /// How many blocks the buffered events may name; 0: no events.
-    pub event_capacity: usize,
-    /// The hash of the prefix tree. Any function is right, a good one is fast.
-    pub hash: BlockHash,
-}
-
-impl Config {
-    /// Prefix caching, and nothing else.
-    pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self {
-            num_blocks,
-            block_size,
-            prefix_caching: true,
-            partial_hits: false,
-            pin_budget: 0,
-            event_capacity: 0,
-            hash: hash_block,
-        }
-    }
-}
-
-/// Logical time: a tick for each admitted sequence, until the owner takes over.
-#[derive(Debug, Default)]
-struct Clock {
-    now: u64,
-    set_by_owner: bool,
-}
-
 /// Block tables, block pool and prefix cache of one KV memory.
 #[derive(Debug)]
 pub struct KvManager {
@@ -127,12 +57,12 @@ pub struct KvManager {
     pub(crate) sequences: Sequences,
     /// Sequences with whole blocks of the prompt still to commit, oldest first.
     pub(crate) leaders: Vec<SequenceId>,
-    clock: Clock,
+    pub(crate) clock: Clock,
     /// The last name given to a writing of a table to a row.
     pub(crate) last_stamp: u64,
-    query_tokens: u64,
-    hit_tokens: u64,
-    partial_hit_tokens: u64,
+    pub(crate) query_tokens: u64,
+    pub(crate) hit_tokens: u64,
+    pub(crate) partial_hit_tokens: u64,
 }
 
 impl KvManager {
@@ -191,18 +121,6 @@ impl KvManager {
     /// Free and evictable blocks: what admission may count on. O(1).
     pub fn allocatable_blocks(&self) -> usize {
         self.store.allocatable()
-    }
-
-    /// Tokens that `begin` would find cached now.
-    pub fn lookup(&self, tokens: &[TokenId], scope: Scope<'_>) -> Result<usize> {
-        check_media(scope.media, tokens.len())?;
-        Ok(self.store.count_hit(cacheable(tokens), scope))
-    }
-
-    /// The blocks of the longest cached prefix of whole blocks, be it the whole prompt.
-    pub fn match_prefix(&self, tokens: &[TokenId], scope: Scope<'_>) -> Result<Vec<BlockId>> {
-        check_media(scope.media, tokens.len())?;
-        Ok(self.store.find(tokens, scope))
     }
 
     /// Starts a sequence, holding its prefix hit; or names the live sequence that computes what it shares.
@@ -269,29 +187,45 @@ impl KvManager {
         self.grow_one(key, n)
     }
 
-    #[inline]
     pub(crate) fn grow_one(&mut self, key: Key, n: usize) -> Result<()> {
-        let size = self.block_size;
-        let sequence = &mut self.sequences[key];
-        let reserved = sequence.reserved.saturating_add(n);
-        let to_write = sequence
-            .partial_block(size)
-            .filter(|_| reserved > sequence.committed);
-        let shared = to_write.filter(|&index| !self.store.is_writable(sequence.table[index]));
-        let missing = reserved.saturating_sub(sequence.table.len() * size.tokens());
-        if missing > 0 || shared.is_some() {
-            self.take_blocks(key, size.blocks_for(missing), shared)?;
+        if self.grow_in_place(key, n) {
+            return Ok(());
         }
-        let sequence = &mut self.sequences[key];
-        sequence.reserved = reserved;
-        if n > 0 && sequence.uncounted.is_some() {
+        let size = self.block_size;
+        let sequence = &self.sequences[key];
+        let reserved = sequence.reserved.saturating_add(n);
+        let shared = sequence
+            .partial_block(size)
+            .filter(|_| reserved > sequence.committed)
+            .filter(|&index| !self.store.is_writable(sequence.table[index]));
+        let missing = reserved.saturating_sub(sequence.table.len() * size.tokens());
+        self.take_blocks(key, size.blocks_for(missing), shared)?;
+        self.sequences[key].reserved = reserved;
+        if n > 0 {
             self.count_query(key);
         }
         Ok(())
     }
 
+    /// Grows a sequence if it takes nothing but a number, as for most decoding tokens.
+    #[inline]
+    pub(crate) fn grow_in_place(&mut self, key: Key, n: usize) -> bool {
+        let size = self.block_size;
+        let sequence = &mut self.sequences[key];
+        let reserved = sequence.reserved.saturating_add(n);
+        if reserved > sequence.table.len() * size.tokens() || sequence.uncounted.is_some() {
+            return false;
+        }
+        if let Some(index) = sequence.partial_block(size)
+            && !self.store.is_writable(sequence.table[index])
+        {
+            return false;
+        }
+        sequence.reserved = reserved;
+        true
+    }
+
     /// Gives a sequence `more` blocks, and one in place of the block at `shared`, which others have too.
-    #[inline(never)]
     fn take_blocks(&mut self, key: Key, more: usize, mut shared: Option<usize>) -> Result<()> {
         let store = &mut self.store;
         let sequence = &mut self.sequences[key];
@@ -346,6 +280,7 @@ impl KvManager {
     }
 
     /// What is wrong with a commit, and with which argument; `None`: the number of tokens.
+    #[inline]
     pub(crate) fn check_commit(
         &self,
         key: Key,
@@ -353,6 +288,21 @@ impl KvManager {
         new_tokens: usize,
     ) -> Result<(), (Option<&'static str>, String)> {
         let sequence = &self.sequences[key];
+        let in_order = sequence.committed <= n && n <= sequence.reserved;
+        let known = n <= sequence.known.len() + new_tokens;
+        if in_order && known && self.store.owed.is_empty() {
+            return Ok(());
+        }
+        self.look_closely(sequence, n, new_tokens)
+    }
+
+    #[inline(never)]
+    fn look_closely(
+        &self,
+        sequence: &Sequence,
+        n: usize,
+        new_tokens: usize,
+    ) -> Result<(), (Option<&'static str>, String)> {
         let (committed, reserved) = (sequence.committed, sequence.reserved);
         if !(committed..=reserved).contains(&n) {
             let problem =
@@ -364,8 +314,7 @@ impl KvManager {
             let problem = format!("{n} tokens committed, only {known} known");
             return Err((Some("new_tokens"), problem));
         }
-        if !self.store.owed.is_empty()
-            && let Some(tail) = sequence.partial_block(self.block_size)
+        if let Some(tail) = sequence.partial_block(self.block_size)
             && let Some(copy) = self.store.owed_to(sequence.table[tail])
         {
             let (source, destination) = (copy.source, copy.destination);
@@ -506,114 +455,6 @@ impl KvManager {
         let sequence = self.sequences.get(id)?;
         sequence.check_slots(id, n)?;
         Ok(sequence.slots(n, self.block_size))
-    }
-
-    /// Evicts up to `n` cached blocks, least recently used first. Returns how many.
-    pub fn evict(&mut self, n: usize) -> usize {
-        self.store.evict(n)
-    }
-
-    /// Forgets a namespace, or all of them, and ends its pins. Returns how many cached blocks became free.
-    pub fn clear(&mut self, namespace: Option<&[u8]>) -> usize {
-        let forgotten = |other: &[u8]| namespace.is_none_or(|namespace| namespace == other);
-        for sequence in self.sequences.values_mut() {
-            sequence.namespace = sequence
-                .namespace
-                .take()
-                .filter(|namespace| !forgotten(namespace));
-        }
-        let sequences = &self.sequences;
-        self.leaders.retain(|&leader| {
-            sequences
-                .get(leader)
-                .is_ok_and(|leader| leader.namespace.is_some())
-        });
-        let free = self.store.pool.free();
-        self.store.clear(namespace);
-        self.store.pool.free() - free
-    }
-
-    /// Keeps the cached whole blocks of a prompt from being evicted, as many as the budget of pins allows, until the
-    /// time is `ttl` later than now; without it until [`KvManager::unpin`].
-    pub fn pin(&mut self, tokens: &[TokenId], scope: Scope<'_>, ttl: Option<u64>) -> Result<Pin> {
-        check_media(scope.media, tokens.len())?;
-        if self.store.pins.budget() == 0 {
-            let problem = "it is 0: a manager that pins is made with a budget of blocks for it";
-            return Err(Error::invalid("pin_budget", problem));
-        }
-        if ttl == Some(0) {
-            return Err(Error::invalid("ttl", "got 0, expected at least 1"));
-        }
-        let ends = ttl.map_or(NEVER, |ttl| self.clock.now.saturating_add(ttl));
-        let (id, blocks) = self.store.pin(tokens, scope, ends);
-        Ok(Pin {
-            id,
-            tokens: blocks * self.block_size.tokens(),
-            partial: blocks < self.block_size.whole_blocks(tokens.len()),
-        })
-    }
-
-    /// Ends a pin; false if it has ended already, or never was.
-    pub fn unpin(&mut self, id: u64) -> bool {
-        self.store.unpin(id)
-    }
-
-    /// The logical time: sequences admitted so far, or what [`KvManager::set_time`] said last.
-    pub fn time(&self) -> u64 {
-        self.clock.now
-    }
-
-    /// Sets the logical time, which from now on is the caller's to count. Pins whose time has come end.
-    pub fn set_time(&mut self, now: u64) -> Result<()> {
-        if now < self.clock.now {
-            let problem = format!("got {now}, expected at least {}", self.clock.now);
-            return Err(Error::invalid("now", problem));
-        }
-        self.clock = Clock {
-            now,
-            set_by_owner: true,
-        };
-        self.store.expire_pins(now);
-        Ok(())
-    }
-
-    /// The events since the last call, oldest first; a gap in their numbers is what the buffer could not keep.
-    pub fn events(&mut self) -> Vec<Event> {
-        let log = self.store.tree.log.as_mut();
-        log.map(|log| log.take()).unwrap_or_default()
-    }
-
-    /// All that can be found now, and the number of the next event, in one act.
-    pub fn snapshot(&self) -> Result<Snapshot> {
-        self.store.tree.snapshot().ok_or_else(|| {
-            let problem = "it is 0: a manager that tells events is made with a buffer for them";
-            Error::invalid("event_capacity", problem)
-        })
-    }
-
-    /// All counters at once.
-    pub fn stats(&self) -> Stats {
-        let pool = &self.store.pool;
-        Stats {
-            num_blocks: pool.len(),
-            free_blocks: pool.free(),
-            cached_blocks: pool.cached(),
-            held_blocks: pool.held(),
-            max_held_blocks: pool.max_held(),
-            pinned_blocks: self.store.pins.num_blocks(),
-            sequences: self.sequences.len(),
-            query_tokens: self.query_tokens,
-            hit_tokens: self.hit_tokens,
-            partial_hit_tokens: self.partial_hit_tokens,
-            stored_blocks: self.store.tree.stored(),
-            evicted_blocks: self.store.evicted,
-            dropped_events: self.store.tree.log.as_ref().map_or(0, |log| log.dropped()),
-        }
-    }
-
-    /// Tree nodes looked at by all evictions so far: a measure of their work, for tests and benchmarks.
-    pub fn eviction_visits(&self) -> u64 {
-        self.store.tree.eviction_visits()
     }
 
     fn check_new(&self, id: SequenceId, argument: &'static str) -> Result<()> {

@@ -75,6 +75,13 @@ impl Sequence {
         Ok(())
     }
 
+    /// The first slot of the next `n` uncommitted tokens, if they are in one block.
+    pub(crate) fn slots_in_one_block(&self, n: usize, size: BlockSize) -> Option<usize> {
+        let (index, offset) = size.divide(self.committed);
+        let block = *self.table.get(index)?;
+        (n <= size.tokens() - offset).then(|| block as usize * size.tokens() + offset)
+    }
+
     /// The slots of the next `n` uncommitted tokens, as `(first slot, length)` of one run a block.
     pub(crate) fn slots(&self, n: usize, size: BlockSize) -> impl Iterator<Item = (usize, usize)> {
         let mut left = n;

@@ -319,8 +319,9 @@ impl KVManager {
         let mut out = Rows::<i64>::vector("out", out)?;
         let len = out.columns();
         self.with(|core| {
-            core.slots_of(&ids, &counts, len, |at, first, run| {
-                out.write(0, at, (first..first + run).map(|slot| slot as i64));
+            core.slots_of(&ids, &counts, len, |at, first, run| match run {
+                1 => out.put(0, at, first as i64),
+                _ => out.write(0, at, (first..first + run).map(|slot| slot as i64)),
             })
         })
     }

@@ -18,20 +18,22 @@
 //! Cost: finding and inserting are O(tokens), a split O(edge), eviction O(log leaves) a node and O(1) a block.
 
 mod check;
+mod evict;
+mod node;
 mod policy;
 mod siblings;
 
 use std::hash::{BuildHasher, Hash, Hasher};
 use std::mem;
-use std::sync::Arc;
 
 use foldhash::fast::FixedState;
 use hashbrown::HashTable;
 
-use crate::block::{BlockId, Media, Scope, TokenId, common_media, common_prefix, touching};
+use crate::block::{BlockId, Media, Scope, TokenId, touching};
 use crate::events::{Change, EventLog, Snapshot};
 use crate::pool::BlockPool;
 use crate::slab::{Key as NodeId, Slab};
+use node::{Node, extend_sparingly};
 use policy::{Evictable, EvictionPolicy, Lru};
 use siblings::Siblings;
 
@@ -48,75 +50,6 @@ pub fn hash_block(parent: u32, tokens: &[TokenId], media: &[Media]) -> u64 {
         media.hash(&mut hasher);
     }
     hasher.finish()
-}
-
-#[derive(Debug)]
-struct Node {
-    tokens: Vec<TokenId>,
-    blocks: Vec<BlockId>,
-    /// The media spans that touch it.
-    media: Vec<Media>,
-    namespace: Arc<[u8]>,
-    /// Under which the table that finds this node has it.
-    hash: u64,
-    /// Depth of the first block.
-    start: u32,
-    /// `None`: a root.
-    parent: Option<NodeId>,
-    children: u32,
-}
-
-impl Node {
-    fn root(namespace: &[u8]) -> Self {
-        Self {
-            tokens: Vec::new(),
-            blocks: Vec::new(),
-            media: Vec::new(),
-            namespace: namespace.into(),
-            hash: 0,
-            start: 0,
-            parent: None,
-            children: 0,
-        }
-    }
-
-    fn start(&self) -> usize {
-        self.start as usize
-    }
-
-    /// Depth at which the children start.
-    fn end(&self) -> usize {
-        self.start() + self.blocks.len()
-    }
-
-    /// The tokens of its first block, and the media spans that touch them.
-    fn first_block(&self, block_size: usize) -> (&[TokenId], &[Media]) {
-        let position = self.start() * block_size;
-        let media = touching(&self.media, position..position + block_size);
-        (&self.tokens[..block_size], media)
-    }
-
-    /// How many tokens a prompt shares with this edge from `depth` on. Those before are the same.
-    fn common(
-        &self,
-        depth: usize,
-        tokens: &[TokenId],
-        media: &[Media],
-        block_size: usize,
-    ) -> usize {
-        let position = depth * block_size;
-        let mine = &self.tokens[position - self.start() * block_size..];
-        let common = common_prefix(mine, &tokens[position..]);
-        if self.media.is_empty() && media.is_empty() {
-            return common;
-        }
-        common.min(common_media(&self.media, media, position) - position)
-    }
-
-    /// The deepest block, if nothing in the tree depends on it.
-    fn leaf_tail(&self) -> Option<BlockId> {
-        self.blocks.last().copied().filter(|_| self.children == 0)
-    }
 }
 
 /// How much of a prompt is known in whole blocks, and the node where that ends.
@@ -305,14 +238,14 @@ impl<P: EvictionPolicy> RadixTree<P> {
         let above = &mut self.nodes[at];
         // A leaf grows in place, anything else gets a child.
         if above.leaf_tail().is_some() {
-            above.tokens.extend_from_slice(new_tokens);
-            above.blocks.extend_from_slice(blocks);
+            extend_sparingly(&mut above.tokens, new_tokens);
+            extend_sparingly(&mut above.blocks, blocks);
             let more = match (above.media.last(), new_media) {
                 // A span that reaches back into what is there.
                 (Some(last), [first, rest @ ..]) if last == first => rest,
                 _ => new_media,
             };
-            above.media.extend_from_slice(more);
+            extend_sparingly(&mut above.media, more);
         } else {
             above.children += 1;
             let namespace = above.namespace.clone();
@@ -345,86 +278,6 @@ impl<P: EvictionPolicy> RadixTree<P> {
         for &block in path {
             pool.touch(block, self.clock);
         }
-    }
-
-    /// `block` got its first reference: its node is no longer evictable, if it was.
-    pub(crate) fn on_held(&mut self, pool: &BlockPool, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
-            self.evictable.remove(rank, leaf);
-        }
-    }
-
-    /// `block` lost its last reference: its node is evictable from now on, if nothing follows the block.
-    pub(crate) fn on_unheld(&mut self, pool: &BlockPool, block: BlockId) {
-        if let Some((rank, leaf)) = self.leaf_entry(pool, block) {
-            self.evictable.insert(rank, leaf);
-        }
-    }
-
-    /// Evicts up to `n` blocks, those of lowest rank first, tails before what they depend on.
-    pub(crate) fn evict(&mut self, pool: &mut BlockPool, n: usize) -> usize {
-        if let Some(log) = &mut self.log {
-            log.begin_removals();
-        }
-        let mut evicted = 0;
-        while evicted < n
-            && let Some((lowest, leaf)) = self.evictable.pop()
-        {
-            self.eviction_visits += 1;
-            let mut at = Some(leaf);
-            while let Some(node) = at
-                && let Some(tail) = self.nodes[node].leaf_tail()
-                && pool.references(tail) == 0
-            {
-                // What ranks with the first tail goes before any other leaf: no need to ask the set.
-                let run = self.evictable_run(pool, node, lowest, n - evicted);
-                if run == 0 {
-                    self.evictable.insert(self.rank(pool, tail, node), node);
-                    break;
-                }
-                at = self.remove_tails(pool, node, run);
-                evicted += run;
-            }
-        }
-        self.shrink_if_empty();
-        evicted
-    }
-
-    /// How many blocks at the end of a leaf, `most` at most, have no reference and no higher rank than `lowest`.
-    fn evictable_run(&self, pool: &BlockPool, leaf: NodeId, lowest: P::Rank, most: usize) -> usize {
-        let node = &self.nodes[leaf];
-        let stays = |index: usize| {
-            let block = node.blocks[index];
-            let rank = P::rank(pool.last_used(block), node.start() + index + 1);
-            pool.references(block) > 0 || rank > lowest
-        };
-        // Towards the root, blocks are held sooner and rank higher: what goes is at the end, and often all.
-        let (mut kept, mut end) = (node.blocks.len().saturating_sub(most), node.blocks.len());
-        let mut middle = kept;
-        while kept < end {
-            if stays(middle) {
-                kept = middle + 1;
-            } else {
-                end = middle;
-            }
-            middle = kept.midpoint(end);
-        }
-        node.blocks.len() - kept
-    }
-
-    /// Takes a held block that nothing in the tree depends on out of it.
-    pub(crate) fn withdraw(&mut self, pool: &mut BlockPool, block: BlockId) {
-        if let Some(log) = &mut self.log {
-            log.begin_removals();
-        }
-        let node = pool.node(block);
-        let above = node.and_then(|node| self.remove_tails(pool, node, 1));
-        // Its ancestors are held too, so nothing becomes evictable.
-        debug_assert!(above.is_none_or(|above| {
-            let tail = self.nodes[above].leaf_tail();
-            tail.is_none_or(|tail| pool.references(tail) > 0)
-        }));
-        self.shrink_if_empty();
     }
 
     /// Forgets a namespace, or all of them. Its blocks are withdrawn; those that are held stay so.
@@ -548,18 +401,6 @@ impl<P: EvictionPolicy> RadixTree<P> {
         }
     }
 
-    /// The rank of a leaf's tail.
-    fn rank(&self, pool: &BlockPool, tail: BlockId, leaf: NodeId) -> P::Rank {
-        P::rank(pool.last_used(tail), self.nodes[leaf].end())
-    }
-
-    /// The entry of `evictable` for a block, if it is the tail of a leaf.
-    fn leaf_entry(&self, pool: &BlockPool, block: BlockId) -> Option<(P::Rank, NodeId)> {
-        let leaf = pool.node(block)?;
-        let is_tail = self.nodes[leaf].leaf_tail() == Some(block);
-        is_tail.then(|| (self.rank(pool, block, leaf), leaf))
-    }
-
     /// Splits an edge after `at` of its blocks. The upper half is the new node, so that the children's parent
     /// stays. Returns the upper half.
     fn split(&mut self, pool: &mut BlockPool, id: NodeId, at: usize) -> NodeId {
@@ -591,43 +432,6 @@ impl<P: EvictionPolicy> RadixTree<P> {
         self.index(upper);
         self.index(id);
         upper
-    }
-
-    /// Removes the last `n` blocks of a leaf, and the leaf when that is all of it. Returns the node that now ends the
-    /// path, if any.
-    fn remove_tails(&mut self, pool: &mut BlockPool, id: NodeId, n: usize) -> Option<NodeId> {
-        let size = self.block_size;
-        let node = &mut self.nodes[id];
-        let kept = node.blocks.len() - n;
-        pool.withdraw(&node.blocks[kept..]);
-        if let Some(log) = &mut self.log {
-            log.removed(&node.namespace, &node.blocks[kept..]);
-        }
-        if kept > 0 {
-            node.blocks.truncate(kept);
-            node.tokens.truncate(kept * size);
-            let end = node.end() * size;
-            node.media
-                .truncate(node.media.partition_point(|span| span.start < end));
-            // Halving what is a quarter full keeps this O(1) a block.
-            if node.tokens.len() < node.tokens.capacity() / 4 {
-                node.tokens.shrink_to(node.tokens.len() * 2);
-                node.blocks.shrink_to(node.blocks.len() * 2);
-                node.media.shrink_to(node.media.len() * 2);
-            }
-            return Some(id);
-        }
-        self.unindex(id);
-        let parent = self.nodes.remove(id).parent?;
-        self.eviction_visits += 1;
-        let above = &mut self.nodes[parent];
-        above.children -= 1;
-        if above.parent.is_none() && above.children == 0 {
-            self.unindex(parent);
-            self.nodes.remove(parent);
-            return None;
-        }
-        Some(parent)
     }
 
     /// A tree that held many nodes gives their memory back when the last one goes.

@@ -3,6 +3,7 @@
 //! Arrays are copied in one pass, without a Python object per item.
 
 use std::fmt::Display;
+use std::ops::BitOr;
 use std::ptr::null_mut;
 
 use numpy::{PY_ARRAY_API, PyUntypedArray};
@@ -86,7 +87,7 @@ fn from_array<T: Int>(
 }
 
 /// Copies a one-dimensional array of `S`, an integer type, of any stride and alignment; none may be above `max`.
-fn read<S: Copy + Display, T: Int>(
+fn read<S: Copy + Default + Display + BitOr<Output = S>, T: Int>(
     view: &View<'_>,
     max: u64,
     widen: impl Fn(S) -> u64,
@@ -99,10 +100,11 @@ fn read<S: Copy + Display, T: Int>(
         let at = data.offset(index as isize * stride);
         at.cast::<S>().read_unaligned()
     };
-    // Limits are one less than a power of two: no number is above one iff their union is not.
-    let mut union = 0;
+    // Limits are one less than a power of two: no number is above one iff their union is not. In their own type, so that
+    // many are done at once.
+    let mut union = S::default();
     let mut cut = |item: S| {
-        union |= widen(item);
+        union = union | item;
         T::cut(widen(item))
     };
     // Two loops: knowing the stride is what lets the compiler vectorise.
@@ -113,7 +115,7 @@ fn read<S: Copy + Display, T: Int>(
     } else {
         (0..len).map(|index| cut(item(index))).collect()
     };
-    if union <= max {
+    if widen(union) <= max {
         return Ok(numbers);
     }
     let is_bad = |&index: &usize| widen(item(index)) > max;

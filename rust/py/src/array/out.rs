@@ -64,6 +64,13 @@ impl<'a, T: Scalar> Rows<'a, T> {
         }
     }
 
+    /// Writes one item.
+    pub(crate) fn put(&mut self, row: usize, column: usize, value: T) {
+        assert!(row < self.rows && column < self.columns);
+        // SAFETY: as above.
+        unsafe { self.row(row).add(column).write(value) }
+    }
+
     /// Reads one item.
     pub(crate) fn read(&self, row: usize, column: usize) -> T {
         assert!(row < self.rows && column < self.columns);
