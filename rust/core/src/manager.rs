@@ -12,8 +12,9 @@
 //! * A block is written only while one sequence has it and the tree does not: otherwise `grow` owes a copy first.
 //! * A sequence alive when its namespace is cleared is *private* from then on: nothing of it enters the tree.
 //!
-//! Every call succeeds, or fails and changes nothing. A call costs O(tokens given + blocks taken or given back),
-//! so a step costs the same at the end of a long sequence as at its beginning.
+//! Every call succeeds, or fails and changes nothing. A call of a step costs O(tokens given + blocks taken or given
+//! back), the same at the end of a long sequence as at its beginning. A fork copies table and tokens; `begin` looks at
+//! every running prefill, once; each owed copy is found by a walk of all, so `copies` is best called every step.
 
 use crate::block::{
     BlockCopy, BlockId, BlockSize, Scope, SequenceId, TokenId, check_media, common_media,
