@@ -5,15 +5,8 @@ use crate::block::{BlockId, Scope, TokenId, check_media};
 use crate::error::{Error, Result};
 use crate::events::{Event, Snapshot};
 use crate::manager::KvManager;
-use crate::pins::{NEVER, Pin};
+use crate::pins::{Clock, NEVER, Pin};
 use crate::sequence::cacheable;
-
-/// Logical time: a tick for each admitted sequence, until the owner takes over.
-#[derive(Debug, Default)]
-pub(crate) struct Clock {
-    pub(crate) now: u64,
-    pub(crate) set_by_owner: bool,
-}
 
 impl KvManager {
     /// Tokens that `begin` would find cached now.

@@ -20,11 +20,10 @@ use crate::block::{
     BlockCopy, BlockId, BlockSize, Scope, SequenceId, TokenId, check_media, common_media,
     common_prefix,
 };
-use crate::cached::Clock;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::events::EventLog;
-use crate::pins::Pins;
+use crate::pins::{Clock, Pins};
 use crate::pool::BlockPool;
 use crate::radix::RadixTree;
 use crate::sequence::{Sequence, cacheable};

@@ -21,6 +21,13 @@ pub struct Pin {
     pub partial: bool,
 }
 
+/// Logical time: a tick for each admitted sequence, until the owner takes over.
+#[derive(Debug, Default)]
+pub(crate) struct Clock {
+    pub(crate) now: u64,
+    pub(crate) set_by_owner: bool,
+}
+
 #[derive(Debug)]
 struct Pinned {
     namespace: Box<[u8]>,
