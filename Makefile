@@ -90,7 +90,6 @@ fuzz:
 ## asan: the core's tests under the address and leak sanitizers
 asan:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=1 CARGO_TARGET_DIR=target/asan \
-	CARGO_PROFILE_TEST_OPT_LEVEL=1 \
 	LEAFKV_MODEL_CASES=300 LEAFKV_FUZZ_CASES=300 cargo test -p leafkv-core --locked --target $(HOST)
 
 clean:
