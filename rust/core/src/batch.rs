@@ -32,10 +32,6 @@ impl KvManager {
         lacking.clear();
         for (index, &n) in counts.iter().enumerate() {
             let key = self.sequences.batch_key(index);
-            if self.grow_in_place(key, n) {
-                lacking.push(0);
-                continue;
-            }
             lacking.push(match self.grow_one(key, n) {
                 Err(Error::OutOfBlocks {
                     needed,

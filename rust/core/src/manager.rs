@@ -91,7 +91,6 @@ impl KvManager {
             block_size: BlockSize::new(block_size),
             prefix_caching: config.prefix_caching,
             store: BlockStore {
-                block_size,
                 pool: BlockPool::new(num_blocks),
                 tree: RadixTree::new(block_size, config.hash, config.partial_hits, log),
                 owed: Vec::new(),
@@ -187,10 +186,16 @@ impl KvManager {
         self.grow_one(key, n)
     }
 
+    #[inline]
     pub(crate) fn grow_one(&mut self, key: Key, n: usize) -> Result<()> {
         if self.grow_in_place(key, n) {
             return Ok(());
         }
+        self.grow_by_blocks(key, n)
+    }
+
+    #[inline(never)]
+    fn grow_by_blocks(&mut self, key: Key, n: usize) -> Result<()> {
         let size = self.block_size;
         let sequence = &self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);
@@ -209,7 +214,7 @@ impl KvManager {
 
     /// Grows a sequence if it takes nothing but a number, as for most decoding tokens.
     #[inline]
-    pub(crate) fn grow_in_place(&mut self, key: Key, n: usize) -> bool {
+    fn grow_in_place(&mut self, key: Key, n: usize) -> bool {
         let size = self.block_size;
         let sequence = &mut self.sequences[key];
         let reserved = sequence.reserved.saturating_add(n);

@@ -11,7 +11,6 @@ use crate::radix::RadixTree;
 
 #[derive(Debug)]
 pub(crate) struct BlockStore {
-    pub(crate) block_size: usize,
     pub(crate) pool: BlockPool,
     pub(crate) tree: RadixTree,
     /// Copies not yet handed out. A source has a reference of its own until then, so it cannot become a
@@ -72,7 +71,7 @@ impl BlockStore {
     pub(crate) fn count_hit(&self, tokens: &[TokenId], scope: Scope<'_>) -> usize {
         let matched = self.tree.find(tokens, scope, |_| ());
         let partial = self.tree.find_partial(matched, tokens, scope.media);
-        matched.blocks * self.block_size + partial.map_or(0, |(_, tokens)| tokens)
+        matched.blocks * self.tree.block_size() + partial.map_or(0, |(_, tokens)| tokens)
     }
 
     /// The blocks of all whole blocks that are cached.
@@ -89,7 +88,7 @@ impl BlockStore {
         let matched = self
             .tree
             .find(tokens, scope, |run| path.extend_from_slice(run));
-        let mut hit = matched.blocks * self.block_size;
+        let mut hit = matched.blocks * self.tree.block_size();
         if let Some((block, tokens)) = self.tree.find_partial(matched, tokens, scope.media) {
             path.push(block);
             hit += tokens;

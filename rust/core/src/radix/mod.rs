@@ -105,6 +105,10 @@ impl RadixTree {
 }
 
 impl<P: EvictionPolicy> RadixTree<P> {
+    pub(crate) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// Nodes looked at by all evictions so far: the measure of their work.
     pub(crate) fn eviction_visits(&self) -> u64 {
         self.eviction_visits
