@@ -77,7 +77,7 @@ fn offsets_above_32_bits() {
         ..key
     };
     // SAFETY: five blocks and 2 KiB fit the memory.
-    let layer = unsafe { KvLayer::new(spec, key, value) }.unwrap();
+    let layer = unsafe { KvLayer::new(spec, key, value, None) }.unwrap();
     let sequence = one(80, 1, [5, 0, 4, 3, 1].into_iter(), 16);
     let mut near = Cache::new(KvDtype::F32, Order::Tiled, 6, 16, heads);
     near.fill(&sequence);
@@ -108,6 +108,7 @@ fn offsets_above_32_bits() {
         &Vectors::from_slice(&query, 1, 16),
         &layer,
         &mut VectorsMut::from_slice(&mut out, 1, 16),
+        None,
         &CAUSAL,
     )
     .unwrap();
@@ -303,6 +304,7 @@ fn malformed_calls_are_refused_and_leave_the_output_alone() {
             &Vectors::from_slice(query, heads, 8),
             &cache.layer(),
             &mut VectorsMut::from_slice(&mut out, 4, 8),
+            None,
             options,
         );
         if result.is_err() {
@@ -394,13 +396,13 @@ fn the_tiled_layout_refuses_what_it_cannot_hold() {
     };
     // SAFETY: nobody uses the layers.
     unsafe {
-        assert!(KvLayer::new(spec(KvDtype::F16, 16), array, array).is_ok());
+        assert!(KvLayer::new(spec(KvDtype::F16, 16), array, array, None).is_ok());
         refused(
-            KvLayer::new(spec(KvDtype::F16, 8), array, array),
+            KvLayer::new(spec(KvDtype::F16, 8), array, array, None),
             "key_cache",
         );
         refused(
-            KvLayer::new(spec(KvDtype::Bf16, 16), array, array),
+            KvLayer::new(spec(KvDtype::Bf16, 16), array, array, None),
             "key_cache",
         );
     }

@@ -23,7 +23,7 @@ fn vectors(seed: usize, tokens: usize) -> Vec<f32> {
 
 #[test]
 fn tokens_come_back_rounded_to_nearest_even_and_nothing_else_changes() {
-    for dtype in DTYPES {
+    for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
         for order in [Order::HeadMajor, Order::TokenMajor, Order::Tiled] {
             let cache = Cache::new(dtype, order, 3, 32, HEADS);
             let slots = [70, -1, 3, 95, 33, 3, 34];
@@ -34,6 +34,7 @@ fn tokens_come_back_rounded_to_nearest_even_and_nothing_else_changes() {
                 KvDtype::F32 => x,
                 KvDtype::F16 => f16::from_f32(x).to_f32(),
                 KvDtype::Bf16 => bf16::from_f32(x).to_f32(),
+                KvDtype::Int8 => unreachable!(),
             };
             for (side, data) in [(Side::Key, &k), (Side::Value, &v)] {
                 for slot in 0..96 {

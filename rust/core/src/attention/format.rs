@@ -1,14 +1,38 @@
 //! How each KV dtype feeds the one micro-kernel: a vector of cache memory, times a broadcast 32-bit word, is added to
-//! a vector of floats.
+//! a vector of sums.
 //!
-//! A *step* is one such operation: one position of the sum (f32, f16) or two (bf16). The broadcast word holds the
-//! query (for scores) or the weights (for values) of that step: an f32, or a pair of bf16.
+//! A *step* is what a lane of cache memory holds side by side: one position of a sum (f32, f16), two (bf16) or four
+//! (int8). It takes one or two such operations, its *parts*. The broadcast words hold the query (for scores) or the
+//! weights (for values) of a part: an f32, a pair of bf16, or a pair of 16-bit integers.
+//!
+//! **int8.** A row's query and its weights are quantized to 16 bits, against the row's largest magnitude, and multiplied
+//! with the cache's 8 bits; sums are exact 32-bit integers, so their order is no question. What is lost beside the cache's
+//! own rounding is 1.5e-5 of the largest query element or weight. The scales of K meet the sums of scores; those of V are
+//! multiplied into the weights before they are quantized, since sums over tokens cannot be rescaled afterwards.
+
+use std::marker::PhantomData;
 
 use half::bf16;
 
 use crate::simd::Simd;
 
 use super::layout::KvDtype;
+use super::plan::PARTITION;
+
+/// Largest magnitude of a quantized weight: a partition of them times 127 fits 31 bits.
+pub(super) const MAX_WEIGHT: f32 = 32767.0;
+const _: () = assert!(PARTITION as i64 * 127 * 32767 <= i32::MAX as i64);
+
+/// Parts of a step under an instruction set: 1 or 2.
+pub(super) struct Parts<S, F>(PhantomData<(S, F)>);
+
+impl<S: Simd, F: Format> Parts<S, F> {
+    pub(super) const COUNT: usize = match F::DTYPE {
+        KvDtype::F32 | KvDtype::F16 => 1,
+        KvDtype::Bf16 => S::BF16_PARTS,
+        KvDtype::Int8 => 2,
+    };
+}
 
 /// A KV dtype, as the kernel sees it.
 ///
@@ -21,19 +45,60 @@ pub(super) trait Format: Copy + Send + Sync + 'static {
     const STEP: usize = Self::DTYPE.step();
     /// Bytes that one lane takes of one step.
     const LANE: usize = Self::DTYPE.size() * Self::STEP;
-    /// A vector of one step.
+    /// Whether sums are integers, of quantized queries and weights.
+    const QUANTIZED: bool = false;
+    /// One factor of a multiplication.
     type Operand<S: Simd>: Copy;
+    /// What a chain of them adds up in.
+    type Sum<S: Simd>: Copy;
 
-    /// `LANES` lanes of cache memory.
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> Self::Operand<S>;
+    /// Part `part` of `LANES` lanes of cache memory.
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> Self::Operand<S>;
     fn splat<S: Simd>(s: S, word: u32) -> Self::Operand<S>;
-    fn fma<S: Simd>(s: S, a: Self::Operand<S>, b: Self::Operand<S>, acc: S::F32) -> S::F32;
-    /// Clears the position of a step that is hidden: all but the first, or all but the last.
-    fn keep_half<S: Simd>(s: S, a: Self::Operand<S>, last: bool) -> Self::Operand<S>;
-    /// The word of one step of a query; `get(i)` is its element, 0 beyond the end.
-    fn word(get: impl Fn(usize) -> f32, step: usize) -> u32;
-    /// Stores weights as words, from position `at` of the row of words.
-    unsafe fn store_weights<S: Simd>(s: S, row: *mut u32, at: usize, weights: S::F32);
+    fn zero<S: Simd>(s: S) -> Self::Sum<S>;
+    fn fma<S: Simd>(
+        s: S,
+        a: Self::Operand<S>,
+        b: Self::Operand<S>,
+        sum: Self::Sum<S>,
+    ) -> Self::Sum<S>;
+    unsafe fn load_sum<S: Simd>(s: S, p: *const f32) -> Self::Sum<S>;
+    unsafe fn store_sum<S: Simd>(s: S, p: *mut f32, sum: Self::Sum<S>);
+    /// What is left of part `part` of a step where a row sees its first, or its last position, or both. `None` where
+    /// that is nothing.
+    fn seen<S: Simd>(
+        s: S,
+        a: Self::Operand<S>,
+        part: usize,
+        first: bool,
+        last: bool,
+    ) -> Option<Self::Operand<S>>;
+    /// The words of one step of a query, whose elements are `get(i)`; 0 beyond the end.
+    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2];
+    /// Stores weights as words of a row; `at` is the first one's token.
+    unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32);
+}
+
+/// Sums that are floats.
+macro_rules! floats {
+    () => {
+        type Sum<S: Simd> = S::F32;
+
+        #[inline(always)]
+        fn zero<S: Simd>(s: S) -> S::F32 {
+            s.splat(0.0)
+        }
+        #[inline(always)]
+        unsafe fn load_sum<S: Simd>(s: S, p: *const f32) -> S::F32 {
+            // SAFETY: the caller's promise.
+            unsafe { s.load(p) }
+        }
+        #[inline(always)]
+        unsafe fn store_sum<S: Simd>(s: S, p: *mut f32, sum: S::F32) {
+            // SAFETY: the caller's promise.
+            unsafe { s.store(p, sum) };
+        }
+    };
 }
 
 macro_rules! single {
@@ -44,9 +109,10 @@ macro_rules! single {
         impl Format for $name {
             const DTYPE: KvDtype = $dtype;
             type Operand<S: Simd> = S::F32;
+            floats!();
 
             #[inline(always)]
-            unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F32 {
+            unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> S::F32 {
                 // SAFETY: the caller's promise.
                 unsafe { s.$load(p.cast::<$pointer>()) }
             }
@@ -55,21 +121,21 @@ macro_rules! single {
                 s.splat(f32::from_bits(word))
             }
             #[inline(always)]
-            fn fma<S: Simd>(s: S, a: S::F32, b: S::F32, acc: S::F32) -> S::F32 {
-                s.fma(a, b, acc)
+            fn fma<S: Simd>(s: S, a: S::F32, b: S::F32, sum: S::F32) -> S::F32 {
+                s.fma(a, b, sum)
             }
             #[inline(always)]
-            fn keep_half<S: Simd>(_: S, a: S::F32, _: bool) -> S::F32 {
-                a
+            fn seen<S: Simd>(_: S, a: S::F32, _: usize, first: bool, _: bool) -> Option<S::F32> {
+                first.then_some(a)
             }
             #[inline(always)]
-            fn word(get: impl Fn(usize) -> f32, step: usize) -> u32 {
-                get(step).to_bits()
+            fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
+                [get(step).to_bits(), 0]
             }
             #[inline(always)]
-            unsafe fn store_weights<S: Simd>(s: S, row: *mut u32, at: usize, weights: S::F32) {
+            unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
                 // SAFETY: the caller's promise.
-                unsafe { s.store(row.cast::<f32>().add(at), weights) };
+                unsafe { s.store(words.cast::<f32>().add(at), weights) };
             }
         }
     };
@@ -83,33 +149,97 @@ pub(super) struct Bf16;
 
 impl Format for Bf16 {
     const DTYPE: KvDtype = KvDtype::Bf16;
-    type Operand<S: Simd> = S::Pairs;
+    type Operand<S: Simd> = S::Bf16;
+    floats!();
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::Pairs {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::Bf16 {
         // SAFETY: the caller's promise.
-        unsafe { s.load_pairs(p.cast()) }
+        unsafe { s.load_bf16(p, part) }
     }
     #[inline(always)]
-    fn splat<S: Simd>(s: S, word: u32) -> S::Pairs {
-        s.splat_pairs(word)
+    fn splat<S: Simd>(s: S, word: u32) -> S::Bf16 {
+        s.splat_bf16(word)
     }
     #[inline(always)]
-    fn fma<S: Simd>(s: S, a: S::Pairs, b: S::Pairs, acc: S::F32) -> S::F32 {
-        s.dot(a, b, acc)
+    fn fma<S: Simd>(s: S, a: S::Bf16, b: S::Bf16, sum: S::F32) -> S::F32 {
+        s.dot_bf16(a, b, sum)
     }
     #[inline(always)]
-    fn keep_half<S: Simd>(s: S, a: S::Pairs, last: bool) -> S::Pairs {
-        s.keep_half(a, last)
+    fn seen<S: Simd>(s: S, a: S::Bf16, part: usize, first: bool, last: bool) -> Option<S::Bf16> {
+        match (S::BF16_PARTS, first, last) {
+            (2, ..) => [first, last][part].then_some(a),
+            (_, true, true) => Some(a),
+            (_, false, false) => None,
+            _ => Some(s.keep_bf16(a, last)),
+        }
     }
     #[inline(always)]
-    fn word(get: impl Fn(usize) -> f32, step: usize) -> u32 {
-        let half = |i| u32::from(bf16::from_f32(get(i)).to_bits());
-        half(2 * step) | half(2 * step + 1) << 16
+    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
+        S::bf16_words([2 * step, 2 * step + 1].map(|i| bf16::from_f32(get(i)).to_bits()))
     }
     #[inline(always)]
-    unsafe fn store_weights<S: Simd>(s: S, row: *mut u32, at: usize, weights: S::F32) {
+    unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
         // SAFETY: the caller's promise.
-        unsafe { s.store_bf16(row.cast::<u16>().add(at), weights) };
+        unsafe { s.store_bf16(words, at, weights) };
     }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Int8;
+
+impl Format for Int8 {
+    const DTYPE: KvDtype = KvDtype::Int8;
+    const QUANTIZED: bool = true;
+    type Operand<S: Simd> = S::I32;
+    type Sum<S: Simd> = S::I32;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I32 {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_i8(p, part) }
+    }
+    #[inline(always)]
+    fn splat<S: Simd>(s: S, word: u32) -> S::I32 {
+        s.splat_i32(word)
+    }
+    #[inline(always)]
+    fn zero<S: Simd>(s: S) -> S::I32 {
+        s.splat_i32(0)
+    }
+    #[inline(always)]
+    fn fma<S: Simd>(s: S, a: S::I32, b: S::I32, sum: S::I32) -> S::I32 {
+        s.dot_i16(a, b, sum)
+    }
+    #[inline(always)]
+    unsafe fn load_sum<S: Simd>(s: S, p: *const f32) -> S::I32 {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_i32(p) }
+    }
+    #[inline(always)]
+    unsafe fn store_sum<S: Simd>(s: S, p: *mut f32, sum: S::I32) {
+        // SAFETY: the caller's promise.
+        unsafe { s.store_i32(p, sum) };
+    }
+    #[inline(always)]
+    fn seen<S: Simd>(_: S, a: S::I32, _: usize, _: bool, _: bool) -> Option<S::I32> {
+        // Hidden weights are 0, and 0 times an integer is.
+        Some(a)
+    }
+    #[inline(always)]
+    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
+        let quantized = |i: usize| u32::from(get(4 * step + i).round_ties_even() as i16 as u16);
+        [0, 1].map(|part| quantized(part) | quantized(part + 2) << 16)
+    }
+    #[inline(always)]
+    unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
+        // SAFETY: the caller's promise.
+        unsafe { s.store_i16(words, at, weights) };
+    }
+}
+
+/// Largest magnitude of a quantized query of `head_dim` elements: so many of them times 127 fit 31 bits.
+pub(super) fn max_query(head_dim: usize) -> f32 {
+    // Rounded down, and exact as a float.
+    (i32::MAX as usize / 127 / head_dim).min(32767) as f32
 }

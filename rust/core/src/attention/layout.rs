@@ -11,9 +11,13 @@
 //!   |----------|----------------|----------------|
 //!   | f32, f16 | `[D][16]`      | `[16][D]`      |
 //!   | bf16     | `[D/2][16][2]` | `[8][D][2]`    |
+//!   | int8     | `[D/4][16][4]` | `[4][D][4]`    |
 //!
-//!   K is transposed: a vector holds one dimension (for bf16: a pair of dimensions) of 16 tokens. V's vectors hold one
-//!   token (for bf16: a pair of tokens) and 16 dimensions. bf16 therefore needs an even D.
+//!   K is transposed: a vector holds one dimension (for bf16: a pair, for int8: four of them) of 16 tokens. V's vectors
+//!   hold one token (a pair of tokens, four) and 16 dimensions. bf16 therefore needs an even D, int8 a multiple of 4.
+//!
+//! int8 has a f32 scale for each token, head and side, in arrays of their own ([`Scales`]): an element is its integer
+//! times the scale.
 //!
 //! Memory is never seen as a `&[T]`: the caller may write other slots of it while we read, and it need not be aligned.
 
@@ -26,7 +30,7 @@ use crate::{Error, Result};
 /// Tokens in a tile, in either layout the granule in which KV reaches the kernel.
 pub const TILE: usize = 16;
 
-/// Element type of a KV cache. Arithmetic is in f32.
+/// Element type of a KV cache. Arithmetic is in f32, for int8 in exact integer sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvDtype {
     /// IEEE single precision.
@@ -35,6 +39,8 @@ pub enum KvDtype {
     F16,
     /// bfloat16.
     Bf16,
+    /// Integers in -127..=127, times a scale per token and head.
+    Int8,
 }
 
 impl KvDtype {
@@ -43,6 +49,7 @@ impl KvDtype {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
+            Self::Int8 => 1,
         }
     }
 
@@ -51,6 +58,16 @@ impl KvDtype {
         match self {
             Self::F32 | Self::F16 => 1,
             Self::Bf16 => 2,
+            Self::Int8 => 4,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+            Self::Int8 => "int8",
         }
     }
 }
@@ -79,6 +96,14 @@ impl Side {
         match self {
             Self::Key => "key_cache",
             Self::Value => "value_cache",
+        }
+    }
+
+    /// The name of its scales.
+    pub const fn scales_argument(self) -> &'static str {
+        match self {
+            Self::Key => "k_scale",
+            Self::Value => "v_scale",
         }
     }
 }
@@ -113,12 +138,25 @@ pub struct KvArray {
     pub token_stride: isize,
 }
 
+/// The scales of an int8 cache's one side, f32 `[num_blocks, num_kv_heads, block_size]`: where those of block 0 begin,
+/// and byte strides of blocks and heads. Those of a (block, head) are contiguous.
+#[derive(Debug, Clone, Copy)]
+pub struct Scales {
+    /// Scale of block 0, head 0, token 0; at any alignment.
+    pub base: *mut u8,
+    /// Bytes from one block to the next.
+    pub block_stride: isize,
+    /// Bytes from one head to the next.
+    pub head_stride: isize,
+}
+
 /// One layer of a KV cache.
 #[derive(Debug, Clone, Copy)]
 pub struct KvLayer<'a> {
     spec: KvSpec,
     key: KvArray,
     value: KvArray,
+    scales: Option<[Scales; 2]>,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -128,16 +166,21 @@ unsafe impl Send for KvLayer<'_> {}
 unsafe impl Sync for KvLayer<'_> {}
 
 impl<'a> KvLayer<'a> {
-    /// Describes a layer.
+    /// Describes a layer. int8 needs the scales of K and V, the other dtypes have none.
     ///
     /// # Errors
-    /// A dimension is zero, or the layout cannot hold this block size or head dimension.
+    /// A dimension is zero, or the layout cannot hold this block size or head dimension; scales are missing or too many.
     ///
     /// # Safety
-    /// For `'a`, every element that `spec` and the strides reach is valid memory: readable, initialised, and writable
+    /// For `'a`, every element and scale that `spec` and the strides reach is valid memory: readable, initialised, and writable
     /// if the layer is given to [`write_kv`](super::write_kv). While a call runs, nobody else writes a slot that it
     /// reads or writes.
-    pub unsafe fn new(spec: KvSpec, key: KvArray, value: KvArray) -> Result<Self> {
+    pub unsafe fn new(
+        spec: KvSpec,
+        key: KvArray,
+        value: KvArray,
+        scales: Option<[Scales; 2]>,
+    ) -> Result<Self> {
         for (what, n) in [
             ("blocks", spec.num_blocks),
             ("KV heads", spec.num_kv_heads),
@@ -162,16 +205,27 @@ impl<'a> KvLayer<'a> {
                 return Err(Error::invalid(
                     "key_cache",
                     format!(
-                        "the tiled layout of bfloat16 needs an even head_dim, got {}: use the rows layout",
+                        "the tiled layout of {} needs a head_dim that is a multiple of {}, got {}: use the rows layout",
+                        spec.dtype.name(),
+                        spec.dtype.step(),
                         spec.head_dim
                     ),
                 ));
             }
         }
+        if scales.is_some() != (spec.dtype == KvDtype::Int8) {
+            let problem = format!(
+                "a cache of {} {} scales",
+                spec.dtype.name(),
+                if scales.is_some() { "has no" } else { "needs" }
+            );
+            return Err(Error::invalid(Side::Key.scales_argument(), problem));
+        }
         Ok(Self {
             spec,
             key,
             value,
+            scales,
             memory: PhantomData,
         })
     }
@@ -227,32 +281,55 @@ impl<'a> KvLayer<'a> {
         }
     }
 
-    /// Byte offsets of a token's element 0 and 1 from the start of its (block, head), and from each even element to
-    /// the next: enough to walk a token's elements in either layout.
+    /// The scale of `token` (of a block); those of the tokens after it in the block follow. int8 only.
+    ///
+    /// # Safety
+    /// `block`, `head` and `token` are below the spec's, and the layer has scales.
+    #[inline(always)]
+    pub(crate) unsafe fn scale(
+        &self,
+        side: Side,
+        block: usize,
+        head: usize,
+        token: usize,
+    ) -> *mut f32 {
+        // SAFETY: in bounds by the caller's promise, reachable by that of `new`.
+        unsafe {
+            let [key, value] = self.scales.as_ref().unwrap_unchecked();
+            let a = if side == Side::Key { key } else { value };
+            a.base
+                .offset(block as isize * a.block_stride + head as isize * a.head_stride)
+                .cast::<f32>()
+                .add(token)
+        }
+    }
+
+    /// Byte offsets of a token's element 0 from the start of its (block, head), and of the others from there: enough to
+    /// walk a token's elements in either layout.
     pub(crate) fn token_walk(&self, side: Side, token: usize) -> Walk {
         let (size, step) = (self.spec.dtype.size(), self.spec.dtype.step());
         let (tile, i) = (token / TILE, token % TILE);
         let tile_start = tile * TILE * self.spec.head_dim * size;
-        let walk = |start: usize, one: usize, two: usize| Walk {
+        let walk = |start: usize, inner: usize, outer: usize| Walk {
             start: start as isize,
-            one,
-            two,
+            step,
+            inner,
+            outer,
         };
         match (self.spec.layout, side) {
             (KvLayout::Rows, _) => Walk {
                 start: token as isize * self.token_stride(side),
-                one: size,
-                two: 2 * size,
+                step: 1,
+                inner: size,
+                outer: size,
             },
-            (KvLayout::Tiled, Side::Key) if step == 2 => {
-                walk(tile_start + i * 2 * size, size, TILE * 2 * size)
-            }
             (KvLayout::Tiled, Side::Key) => {
-                walk(tile_start + i * size, TILE * size, 2 * TILE * size)
+                walk(tile_start + i * step * size, size, TILE * step * size)
             }
             (KvLayout::Tiled, Side::Value) => {
-                let pair = i / step * self.spec.head_dim * step + i % step;
-                walk(tile_start + pair * size, step * size, 2 * step * size)
+                let first = i / step * self.spec.head_dim * step + i % step;
+                let next = step * size;
+                walk(tile_start + first * size, next, step * next)
             }
         }
     }
@@ -273,6 +350,10 @@ impl<'a> KvLayer<'a> {
                 KvDtype::F32 => p.cast::<f32>().read_unaligned(),
                 KvDtype::F16 => f16::from_bits(p.cast::<u16>().read_unaligned()).to_f32(),
                 KvDtype::Bf16 => bf16::from_bits(p.cast::<u16>().read_unaligned()).to_f32(),
+                KvDtype::Int8 => {
+                    let scale = self.scale(side, block, head, token).read_unaligned();
+                    f32::from(p.cast::<i8>().read()) * scale
+                }
             }
         }
     }
@@ -282,14 +363,15 @@ impl<'a> KvLayer<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Walk {
     start: isize,
-    one: usize,
-    two: usize,
+    step: usize,
+    inner: usize,
+    outer: usize,
 }
 
 impl Walk {
     #[inline(always)]
     pub(crate) fn at(&self, dim: usize) -> isize {
-        self.start + (dim / 2 * self.two + dim % 2 * self.one) as isize
+        self.start + (dim / self.step * self.outer + dim % self.step * self.inner) as isize
     }
 }
 

@@ -108,19 +108,39 @@ impl Record {
         }
     }
 
-    /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible.
+    /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible. `sink` is the
+    /// score of one more key, whose value is zero; minus infinity for none. Returns the logarithm of the sum.
     #[inline(always)]
-    pub(super) unsafe fn finish<S: Simd>(self, s: S, out: *mut f32, head_dim: usize) {
+    pub(super) unsafe fn finish<S: Simd>(
+        self,
+        s: S,
+        sink: f32,
+        out: *mut f32,
+        head_dim: usize,
+    ) -> f32 {
         // SAFETY: the caller's promise; `out` has `head_dim` floats, and the record at least as many.
         unsafe {
-            let (_, l) = self.statistics();
-            let inverse = if l == 0.0 { 0.0 } else { 1.0 / l };
+            let (mut m, mut l) = self.statistics();
+            let mut inverse = if l == 0.0 { 0.0 } else { 1.0 / l };
+            if sink > f32::NEG_INFINITY {
+                let all = if m > sink { m } else { sink };
+                // Without keys, m is minus infinity, and its factor 0.
+                let kept = s.first(exp(s, s.splat(m - all)));
+                let own = s.first(exp(s, s.splat(sink - all)));
+                (m, l) = (all, s.first(s.fma(s.splat(l), s.splat(kept), s.splat(own))));
+                inverse = kept / l;
+            }
             for d in (0..head_dim).step_by(S::LANES) {
                 let at = self.output.add(d);
                 s.store(at, s.mul(s.load(at), s.splat(inverse)));
             }
             out.cast::<u8>()
                 .copy_from_nonoverlapping(self.output.cast(), head_dim * size_of::<f32>());
+            if l == 0.0 {
+                f32::NEG_INFINITY
+            } else {
+                (f64::from(m) + f64::from(l).ln()) as f32
+            }
         }
     }
 }

@@ -18,14 +18,20 @@ mod merge;
 pub mod naive;
 mod pack;
 mod plan;
+mod rows;
+mod scores;
 mod scratch;
 mod store;
 mod tiles;
+mod values;
+mod weights;
 
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicUsize;
 
-pub use layout::{KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Side, TILE, Vectors, VectorsMut};
+pub use layout::{
+    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, TILE, Vectors, VectorsMut,
+};
 pub use plan::{Plan, PlanShape};
 pub use store::{Blocks, copy_blocks, write_kv};
 
@@ -36,18 +42,73 @@ use merge::Record;
 use plan::Mask;
 use scratch::padded;
 
-/// What attention computes besides the shapes.
+/// What attention computes besides the shapes: `softmax(softcap(scale * q . k) + bias) . v` over the keys that a row
+/// sees.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Options {
+pub struct Options<'a> {
     /// Multiplies the scores.
     pub scale: f32,
     /// A row sees the keys up to its own position; the last row of a sequence has its last position.
     pub causal: bool,
     /// A row sees at most this many last keys, itself included. Needs `causal`.
     pub sliding_window: Option<usize>,
+    /// A scaled score x becomes `softcap * tanh(x / softcap)` (Gemma 2).
+    pub softcap: Option<f32>,
+    /// Of each query head: `slope * distance` is taken off the scores (ALiBi, Press et al. 2022).
+    pub alibi_slopes: Option<&'a [f32]>,
+    /// Of each query head: the score of one more key, whose value is zero (attention sinks, as gpt-oss has them).
+    /// Minus infinity is none.
+    pub sinks: Option<&'a [f32]>,
 }
 
-impl Options {
+impl<'a> Options<'a> {
+    /// Causal attention without further options.
+    pub const fn new(scale: f32) -> Self {
+        Self {
+            scale,
+            causal: true,
+            sliding_window: None,
+            softcap: None,
+            alibi_slopes: None,
+            sinks: None,
+        }
+    }
+
+    /// # Errors
+    /// An option is malformed or contradicts another.
+    fn check(&self, heads: usize) -> Result<()> {
+        if let Some(cap) = self.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
+            return Err(Error::invalid(
+                "softcap",
+                format!("got {cap}, expected a finite number above 0"),
+            ));
+        }
+        let per_head = [
+            ("alibi_slopes", self.alibi_slopes, false),
+            ("sinks", self.sinks, true),
+        ];
+        for (argument, values, infinite) in per_head {
+            let Some(values) = values else { continue };
+            if values.len() != heads {
+                return Err(Error::invalid(
+                    argument,
+                    format!(
+                        "got {} entries, expected one a query head, {heads}",
+                        values.len()
+                    ),
+                ));
+            }
+            let bad = |x: &&f32| !(x.is_finite() || infinite && **x == f32::NEG_INFINITY);
+            if let Some(x) = values.iter().find(bad) {
+                return Err(Error::invalid(
+                    argument,
+                    format!("got {x}, expected finite numbers"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
     fn mask(&self) -> Result<Mask> {
         if !self.scale.is_finite() {
             return Err(Error::invalid(
@@ -79,12 +140,13 @@ impl Plan {
     ///
     /// # Errors
     /// As [`attend`], for `options`.
-    pub fn is_brief(&self, options: &Options) -> Result<bool> {
+    pub fn is_brief(&self, options: &Options<'_>) -> Result<bool> {
         let mask = self.mask(options)?;
         Ok(self.schedule(mask).brief)
     }
 
-    fn mask(&self, options: &Options) -> Result<Mask> {
+    fn mask(&self, options: &Options<'_>) -> Result<Mask> {
+        options.check(self.shape().num_heads)?;
         let mask = options.mask()?;
         match self.more_rows_than_keys() {
             Some((s, sequence)) if mask.causal => Err(Error::invalid(
@@ -103,8 +165,11 @@ impl Plan {
 ///
 /// A row that sees no key (without `causal`, in a sequence without KV) is zero.
 ///
+/// `lse`, `[tokens, heads]`, takes the logarithm of the sum that each row was divided by (sinks included): minus infinity
+/// where there was none.
+///
 /// # Errors
-/// The query, the output or the cache do not have the plan's shape; `options` contradict themselves; with `causal`, a
+/// The query, the output, `lse` or the cache do not have the plan's shape; `options` contradict themselves; with `causal`, a
 /// sequence has more rows than keys; this CPU lacks `isa`. The output is then untouched.
 pub fn attend(
     plan: &Plan,
@@ -112,7 +177,8 @@ pub fn attend(
     query: &Vectors<'_>,
     layer: &KvLayer<'_>,
     out: &mut VectorsMut<'_>,
-    options: &Options,
+    lse: Option<&mut [f32]>,
+    options: &Options<'_>,
 ) -> Result<()> {
     let shape = plan.shape();
     let rows = [plan.num_tokens(), shape.num_heads, shape.head_dim];
@@ -123,6 +189,13 @@ pub fn attend(
                 format!("got shape {came:?}, expected {rows:?}"),
             ));
         }
+    }
+    let lse_len = rows[0] * rows[1];
+    if let Some(came) = lse.as_ref().map(|lse| lse.len()).filter(|n| *n != lse_len) {
+        return Err(Error::invalid(
+            "lse",
+            format!("got {came} entries, expected {lse_len}"),
+        ));
     }
     let spec = layer.spec();
     let cache = [
@@ -156,10 +229,11 @@ pub fn attend(
         plan,
         schedule: &schedule,
         mask,
-        scale: options.scale,
+        options: *options,
         query: *query,
         layer: *layer,
         out,
+        lse: lse.map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr),
         shared: scratch.share(
             shape.num_kv_heads * schedule.records * Record::floats(padded(shape.head_dim)),
             (0..shape.num_kv_heads).flat_map(|_| schedule.pending()),
@@ -190,6 +264,7 @@ impl Dispatch for Work<'_> {
             KvDtype::F32 => item::run_items::<S, format::F32>(s, self.call, self.next),
             KvDtype::F16 => item::run_items::<S, format::F16>(s, self.call, self.next),
             KvDtype::Bf16 => item::run_items::<S, format::Bf16>(s, self.call, self.next),
+            KvDtype::Int8 => item::run_items::<S, format::Int8>(s, self.call, self.next),
         }
     }
 }

@@ -42,39 +42,53 @@ impl<'a, F: Format> PackTile<'a, F> {
     /// K: `[steps][16]` lanes of `F::LANE` bytes.
     #[inline(always)]
     unsafe fn keys<S: Simd>(&self, s: S) {
-        let whole = self.head_dim / F::STEP;
+        let (size, steps) = (F::DTYPE.size(), self.head_dim / F::STEP);
         let lane = |step: usize, i: usize| self.tile.wrapping_add((step * TILE + i) * F::LANE);
+        // Words of 32 bits are transposed: one step, or two.
+        let per_word = size_of::<f32>() / F::LANE;
         let mut step = 0;
         // SAFETY: steps stay inside the rows, and `lane` inside the tile.
         unsafe {
-            while F::LANE == size_of::<f32>() && step + S::LANES <= whole {
+            while step + S::LANES * per_word <= steps {
                 for first in (0..TILE).step_by(S::LANES) {
-                    self.transpose(s, step, first, |j| lane(step + j, first).cast());
+                    self.transpose(s, step, first, |j, words| {
+                        let at = step + j * per_word;
+                        if per_word == 1 {
+                            s.store(lane(at, first).cast(), words);
+                        } else {
+                            s.store_halves(
+                                lane(at, first).cast(),
+                                lane(at + 1, first).cast(),
+                                words,
+                            );
+                        }
+                    });
                 }
-                step += S::LANES;
+                step += S::LANES * per_word;
             }
             for (i, row) in self.rows.iter().enumerate() {
-                for step in step..whole {
-                    copy_lane(row.add(step * F::LANE), lane(step, i), F::LANE);
+                for step in step..steps {
+                    copy(row.add(step * F::LANE), lane(step, i), F::LANE);
                 }
-                if !self.head_dim.is_multiple_of(F::STEP) {
-                    // The odd dimension's partner does not exist: zero, as in the query.
-                    let last = lane(whole, i);
-                    copy_lane(row.add(whole * F::LANE), last, F::LANE / 2);
-                    last.add(F::LANE / 2).write_bytes(0, F::LANE / 2);
+                let rest = (self.head_dim - steps * F::STEP) * size;
+                if rest > 0 {
+                    // Dimensions that do not exist: zero, as in the query.
+                    let last = lane(steps, i);
+                    last.write_bytes(0, F::LANE);
+                    copy(row.add(steps * F::LANE), last, rest);
                 }
             }
         }
     }
 
-    /// `LANES` words of `LANES` rows from `first` on: word `step + j` of all of them goes to `to(j)`.
+    /// `LANES` words of `LANES` rows from `first` on: word `j` after `step` of all of them goes to `store(j)`.
     #[inline(always)]
     unsafe fn transpose<S: Simd>(
         &self,
         s: S,
         step: usize,
         first: usize,
-        to: impl Fn(usize) -> *mut f32,
+        store: impl Fn(usize, S::F32),
     ) {
         let mut v = [s.splat(0.0); MAX_LANES];
         for (v, row) in v.iter_mut().zip(&self.rows[first..first + S::LANES]) {
@@ -89,33 +103,37 @@ impl<'a, F: Format> PackTile<'a, F> {
             }
         }
         for (j, &v) in v[..S::LANES].iter().enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { s.store(to(j), v) };
+            store(j, v);
         }
     }
 
     /// V: `[16 / STEP][width][STEP]`.
     #[inline(always)]
     unsafe fn values<S: Simd>(&self, s: S) {
-        let size = F::LANE / F::STEP;
+        let size = F::DTYPE.size();
         for step in 0..TILE / F::STEP {
+            let rows = &self.rows[step * F::STEP..][..F::STEP];
             // SAFETY: elements stay inside the rows and the tile.
             unsafe {
                 let to = self.tile.add(step * self.width * F::LANE);
-                if F::STEP == 1 {
-                    to.copy_from_nonoverlapping(self.rows[step], self.head_dim * size);
-                    continue;
-                }
-                let (a, b) = (self.rows[2 * step], self.rows[2 * step + 1]);
                 let mut d = 0;
-                while d + S::LANES <= self.head_dim {
-                    let pairs = s.join(a.add(d * size).cast(), b.add(d * size).cast());
-                    s.store_pairs(to.add(d * F::LANE).cast(), pairs);
+                while F::STEP > 1 && d + S::LANES <= self.head_dim {
+                    let at = |i: usize| rows[i].add(d * size);
+                    let to = to.add(d * F::LANE);
+                    match F::STEP {
+                        2 => s.interleave_2([0, 1].map(|i| at(i).cast()), to.cast()),
+                        _ => s.interleave_4([0, 1, 2, 3].map(at), to),
+                    }
                     d += S::LANES;
                 }
+                if F::STEP == 1 {
+                    to.copy_from_nonoverlapping(rows[0], self.head_dim * size);
+                    continue;
+                }
                 for d in d..self.head_dim {
-                    copy_lane(a.add(d * size), to.add(d * F::LANE), size);
-                    copy_lane(b.add(d * size), to.add(d * F::LANE + size), size);
+                    for (i, row) in rows.iter().enumerate() {
+                        copy(row.add(d * size), to.add(d * F::LANE + i * size), size);
+                    }
                 }
             }
         }
@@ -155,18 +173,9 @@ pub(super) unsafe fn widen_value_tile<F: Format>(
     }
 }
 
-/// Copies 2 or 4 bytes at any alignment.
+/// Copies a few bytes.
 #[inline(always)]
-unsafe fn copy_lane(from: *const u8, to: *mut u8, size: usize) {
+unsafe fn copy(from: *const u8, to: *mut u8, size: usize) {
     // SAFETY: the caller's promise.
-    unsafe {
-        match size {
-            4 => to
-                .cast::<u32>()
-                .write_unaligned(from.cast::<u32>().read_unaligned()),
-            _ => to
-                .cast::<u16>()
-                .write_unaligned(from.cast::<u16>().read_unaligned()),
-        }
-    }
+    unsafe { to.copy_from_nonoverlapping(from, size) };
 }

@@ -108,7 +108,8 @@ pub(super) struct Unit {
     pub(super) sequence: usize,
     /// Its tokens among the sequence's new ones.
     pub(super) tokens: Range<usize>,
-    /// Partitions that any of its rows sees.
+    /// Positions that any of its rows sees, and their partitions.
+    sees: Range<usize>,
     partitions: Range<usize>,
     /// Leading partitions that all of its rows see wholly.
     shareable: usize,
@@ -138,6 +139,8 @@ impl Unit {
 pub(super) struct Item {
     pub(super) units: Vec<usize>,
     pub(super) partitions: Range<usize>,
+    /// Positions in them that any row sees.
+    pub(super) sees: Range<usize>,
     cost: usize,
     /// Whether it begins with its units' first partition.
     pub(super) leftmost: bool,
@@ -382,14 +385,16 @@ fn make_units(plan: &Plan, mask: Mask) -> Vec<Unit> {
                 sequence.visible(tokens.start, mask),
                 sequence.visible(tokens.end - 1, mask),
             );
-            let partitions = if bottom.is_empty() {
+            let sees = top.start..bottom.end;
+            let partitions = if sees.is_empty() {
                 0..0
             } else {
-                top.start / PARTITION..bottom.end.div_ceil(PARTITION)
+                sees.start / PARTITION..sees.end.div_ceil(PARTITION)
             };
             units.push(Unit {
                 sequence: s,
                 tokens,
+                sees,
                 shareable: if bottom.start == 0 {
                     top.end / PARTITION
                 } else {
@@ -505,7 +510,9 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
         loop {
             let run = start..(start + each).min(partitions.end);
             start = run.end;
+            let sees = union(us.iter().map(|&u| &units[u].sees));
             items.push(Item {
+                sees: sees.start..sees.end.min(run.end * PARTITION),
                 cost: cost(&us, &run),
                 leftmost: run.start == units[us[0]].partitions.start,
                 units: us.clone(),

@@ -9,6 +9,9 @@ use crate::{Error, Result};
 /// offset `slots[i] % block_size` of block `slots[i] / block_size`; slot -1 is padding and skipped. Where a slot is
 /// named twice, the last one wins.
 ///
+/// int8 quantizes each token and head by itself: the scale is its largest magnitude / 127, an element the nearest
+/// integer to its value / scale. Where a row holds infinity or NaN, its scale is NaN: who sees the token sees NaN.
+///
 /// # Errors
 /// Shapes do not match, or a slot is neither -1 nor in the cache. Nothing is then written.
 pub fn write_kv(
@@ -45,6 +48,7 @@ pub fn write_kv(
                 KvDtype::F32 => write(layer, side, rows, slots, |x| x),
                 KvDtype::F16 => write(layer, side, rows, slots, |x| f16::from_f32(x).to_bits()),
                 KvDtype::Bf16 => write(layer, side, rows, slots, |x| bf16::from_f32(x).to_bits()),
+                KvDtype::Int8 => write_quantized(layer, side, rows, slots),
             }
         }
     }
@@ -72,6 +76,39 @@ unsafe fn write<T>(
                 for d in 0..spec.head_dim {
                     let element = round(from.add(d).read_unaligned());
                     to.offset(walk.at(d)).cast::<T>().write_unaligned(element);
+                }
+            }
+        }
+    }
+}
+
+unsafe fn write_quantized(layer: &KvLayer<'_>, side: Side, rows: &Vectors<'_>, slots: &[i64]) {
+    let spec = layer.spec();
+    for (i, &slot) in slots.iter().enumerate() {
+        let Ok(slot) = usize::try_from(slot) else {
+            continue;
+        };
+        let (block, token) = (slot / spec.block_size, slot % spec.block_size);
+        let walk = layer.token_walk(side, token);
+        for head in 0..spec.num_kv_heads {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (from, to) = (rows.row(i, head), layer.head(side, block, head));
+                let get = |d: usize| from.add(d).read_unaligned();
+                let largest = (0..spec.head_dim).fold(0.0, |m: f32, d| m.max(get(d).abs()));
+                // Neither is lost in `max`: 0 times either of them is NaN.
+                let bad: f32 = (0..spec.head_dim).map(|d| get(d) * 0.0).sum();
+                let scale = largest / 127.0 + bad;
+                layer.scale(side, block, head, token).write_unaligned(scale);
+                // A scale that is too small to divide by stands for nothing but zeros.
+                let inverse = if scale >= f32::MIN_POSITIVE {
+                    127.0 / largest
+                } else {
+                    0.0
+                };
+                for d in 0..spec.head_dim {
+                    let element = (get(d) * inverse).round_ties_even() as i8;
+                    to.offset(walk.at(d)).cast::<i8>().write(element);
                 }
             }
         }

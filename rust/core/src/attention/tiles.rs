@@ -1,4 +1,9 @@
-//! Where an item's tiles come from: straight from a tiled cache, or packed into scratch from rows.
+//! Where an item's tiles come from: straight from a tiled cache, or packed into scratch from rows; and what to ask for
+//! meanwhile, so that it is near when its turn comes.
+//!
+//! A thread works on one partition and prefetches the next one, in the order of memory: the K and V of a block lie side
+//! by side in our own cache, and the longer the run, the better the hardware's own prefetching. The last partition of an
+//! item prefetches the first of the item that the thread has claimed next.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -15,154 +20,195 @@ use super::scratch::{Buffer, padded};
 /// Tiles in a partition.
 pub(super) const TILES: usize = PARTITION / TILE;
 
-/// How far ahead of its use KV is asked for, in bytes: enough to hide memory's latency at full bandwidth.
-const PREFETCH_BYTES: usize = 16 * 1024;
-const MAX_AHEAD: usize = TILES;
-/// The same for the rows of tiles that are packed first, in tiles.
+/// How far ahead rows are asked for that are packed into tiles first, in tiles.
 const PACK_AHEAD: usize = 2;
 
-/// The tiles of one partition in the order of their use (K, V, then the next partition's first K tiles), so that
-/// what to prefetch is simply a later entry.
+/// The tiles of one partition: K, then V, each in order of positions.
 pub(super) struct Tiles {
-    stream: [*const u8; 2 * TILES + MAX_AHEAD],
-    len: usize,
-    /// The tile of the partition that the stream begins with, and how many there are.
+    stream: [*const u8; 2 * TILES],
+    /// What to prefetch while each is read.
+    ahead: [*const u8; 2 * TILES],
+    /// The tile of the partition that K begins with, and how many there are.
     pub(super) first: usize,
     pub(super) count: usize,
-    ahead: usize,
     /// Bytes from one step of V to the next.
     pub(super) value_row: usize,
+    /// The scales of quantized keys and values, by position in the partition.
+    pub(super) key_scales: *const f32,
+    pub(super) value_scales: *const f32,
 }
 
 impl Tiles {
-    /// The `i`-th K tile, and the one to prefetch meanwhile.
+    /// The `i`-th K tile.
     #[inline(always)]
-    pub(super) fn key(&self, i: usize) -> (*const u8, *const u8) {
-        (
-            self.stream[i],
-            self.stream[(i + self.ahead).min(self.len - 1)],
-        )
+    pub(super) fn key(&self, i: usize) -> *const u8 {
+        self.stream[i]
     }
 
-    /// The `i`-th V tile, and the one to prefetch meanwhile.
+    /// The tile to prefetch while the `i`-th K tile is read.
     #[inline(always)]
-    pub(super) fn value(&self, i: usize) -> (*const u8, *const u8) {
-        self.key(self.count + i)
+    pub(super) fn ahead_of_key(&self, i: usize) -> *const u8 {
+        self.ahead[i]
     }
+
+    /// The `i`-th V tile.
+    #[inline(always)]
+    pub(super) fn value(&self, i: usize) -> *const u8 {
+        self.stream[self.count + i]
+    }
+
+    /// The tile to prefetch while the `i`-th V tile is read.
+    #[inline(always)]
+    pub(super) fn ahead_of_value(&self, i: usize) -> *const u8 {
+        self.ahead[self.count + i]
+    }
+
+    /// What is ahead is on its way: from now on, what is asked for is near.
+    pub(super) fn prefetched(&mut self) {
+        self.ahead = self.stream;
+    }
+}
+
+/// Scratch memory for the tiles of a partition.
+#[derive(Default)]
+pub(super) struct TileBuffers {
+    keys: Buffer,
+    values: Buffer,
+    scales: Buffer,
 }
 
 /// The tiles of one item.
 pub(super) struct Source<'a, F: Format> {
     call: &'a Call<'a>,
+    item: &'a Item,
     head: usize,
     blocks: &'a [u32],
-    /// What any row of the item sees, and where the item ends.
-    sees: Range<usize>,
-    end: usize,
-    /// Scratch for K and V of a partition, if they are packed there.
-    keys: Option<*mut u8>,
-    values: Option<*mut u8>,
-    ahead: usize,
     tile_bytes: usize,
     format: PhantomData<F>,
 }
 
 impl<'a, F: Format> Source<'a, F> {
-    /// `sees` is the union of what the item's rows see; `keys` and `values` are scratch, used if need be.
-    pub(super) fn new(
-        call: &'a Call<'a>,
-        item: &Item,
-        head: usize,
-        sees: Range<usize>,
-        keys: &mut Buffer,
-        values: &mut Buffer,
-    ) -> Self {
+    pub(super) fn new(call: &'a Call<'a>, item: &'a Item, head: usize) -> Self {
         let spec = call.layer.spec();
-        let (dim, width) = (spec.head_dim, padded(spec.head_dim));
-        let tile_bytes = TILE * dim * spec.dtype.size();
-        let rows = spec.layout == KvLayout::Rows;
-        // Whole steps of K, whole vectors of V.
-        let partition = |row: usize| PARTITION * row * spec.dtype.size() / size_of::<f32>();
-        let keys = rows.then(|| keys.floats(partition(dim.next_multiple_of(F::STEP))).cast());
-        let values = (rows || dim != width).then(|| values.floats(partition(width)).cast());
         let unit = &call.schedule.units[item.units[0]];
         Self {
             call,
+            item,
             head,
             // All units of an item have the same blocks in its partitions.
             blocks: call.plan.blocks(&call.plan.sequences[unit.sequence]),
-            // Beyond the item they may not, and it does not look there.
-            sees: sees.start..sees.end.min(item.partitions.end * PARTITION),
-            end: item.partitions.end,
-            keys,
-            values,
-            // What is packed is already near; the packing itself runs through memory in order.
-            ahead: if rows {
-                0
-            } else {
-                (PREFETCH_BYTES / tile_bytes).clamp(1, MAX_AHEAD)
-            },
-            tile_bytes,
+            tile_bytes: TILE * spec.head_dim * spec.dtype.size(),
             format: PhantomData,
         }
     }
 
-    /// The tiles of a partition that any row sees, packed where need be.
-    pub(super) fn tiles<S: Simd>(&self, s: S, partition: usize) -> Tiles {
+    /// The tiles of a partition that any row sees, packed where need be. `upcoming` is the item that comes after this
+    /// partition, if it is the last one.
+    pub(super) fn tiles<S: Simd>(
+        &self,
+        s: S,
+        partition: usize,
+        upcoming: Option<&Self>,
+        buffers: &mut TileBuffers,
+    ) -> Tiles {
         let spec = self.call.layer.spec();
-        let (range, width) = (self.range(partition), padded(spec.head_dim));
+        let (dim, width) = (spec.head_dim, padded(spec.head_dim));
+        let (rows, range) = (spec.layout == KvLayout::Rows, self.range(partition));
+        let widened = rows || dim != width;
         let mut tiles = Tiles {
-            stream: [std::ptr::null(); 2 * TILES + MAX_AHEAD],
-            len: 0,
+            stream: [std::ptr::null(); 2 * TILES],
+            ahead: [std::ptr::null(); 2 * TILES],
             first: range.start - partition * TILES,
             count: range.len(),
-            ahead: self.ahead,
-            value_row: F::LANE
-                * if self.values.is_some() {
-                    width
+            value_row: F::LANE * if widened { width } else { dim },
+            key_scales: std::ptr::null(),
+            value_scales: std::ptr::null(),
+        };
+        // Whole steps of K, whole vectors of V.
+        let bytes = |row: usize| TILE * row * spec.dtype.size();
+        let (key_bytes, value_bytes) = (bytes(dim.next_multiple_of(F::STEP)), bytes(width));
+        let floats = |tile: usize| TILES * tile / size_of::<f32>();
+        if rows {
+            let to: *mut u8 = buffers.keys.floats(floats(key_bytes)).cast();
+            for (i, tile) in range.clone().enumerate() {
+                tiles.stream[i] = self.pack(s, Side::Key, tile, to.wrapping_add(i * key_bytes));
+            }
+        } else {
+            for (i, tile) in range.clone().enumerate() {
+                tiles.stream[i] = self.direct(Side::Key, tile);
+            }
+        }
+        if widened {
+            let to: *mut u8 = buffers.values.floats(floats(value_bytes)).cast();
+            for (i, tile) in range.clone().enumerate() {
+                let to = to.wrapping_add(i * value_bytes);
+                tiles.stream[tiles.count + i] = if rows {
+                    self.pack(s, Side::Value, tile, to)
                 } else {
-                    spec.head_dim
-                },
-        };
-        let mut push = |p: *const u8| {
-            tiles.stream[tiles.len] = p;
-            tiles.len += 1;
-        };
-        let key_bytes = TILE * spec.head_dim.div_ceil(F::STEP) * F::LANE;
-        for (i, tile) in range.clone().enumerate() {
-            push(match self.keys {
-                None => self.direct(Side::Key, tile),
-                Some(keys) => self.pack(s, Side::Key, tile, keys.wrapping_add(i * key_bytes)),
-            });
+                    self.widen(tile, to)
+                };
+            }
+        } else {
+            for (i, tile) in range.clone().enumerate() {
+                tiles.stream[tiles.count + i] = self.direct(Side::Value, tile);
+            }
         }
-        for (i, tile) in range.enumerate() {
-            let to = |values: *mut u8| values.wrapping_add(i * TILE * width * spec.dtype.size());
-            push(match self.values {
-                None => self.direct(Side::Value, tile),
-                Some(values) if self.keys.is_some() => self.pack(s, Side::Value, tile, to(values)),
-                Some(values) => self.widen(tile, to(values)),
-            });
+        if F::QUANTIZED {
+            let scales = buffers.scales.floats(2 * PARTITION);
+            (tiles.key_scales, tiles.value_scales) = (scales, scales.wrapping_add(PARTITION));
+            self.copy_scales(range, partition, scales);
         }
-        if self.ahead > 0 && partition + 1 < self.end {
-            for tile in self.range(partition + 1).take(self.ahead) {
-                push(self.direct(Side::Key, tile));
+        // What is packed is already near; the packing itself runs through memory in order.
+        tiles.prefetched();
+        if !rows {
+            let mut ahead = tiles.ahead[..2 * tiles.count].iter_mut();
+            let next = if partition + 1 < self.item.partitions.end {
+                Some((self, partition + 1))
+            } else {
+                upcoming.map(|next| (next, next.item.partitions.start))
+            };
+            if let Some((source, partition)) = next {
+                source.in_memory_order(partition, |tile| {
+                    if let Some(ahead) = ahead.next() {
+                        *ahead = tile;
+                    }
+                });
+                source.prefetch_scales(s, partition);
             }
         }
         tiles
     }
 
-    /// Asks for the first tiles of an item, which nobody ran ahead of.
-    pub(super) fn prefetch_first<S: Simd>(&self, s: S, tiles: &Tiles) {
-        for p in &tiles.stream[..self.ahead.min(tiles.len)] {
+    /// Asks for the tiles of a partition that nobody ran ahead of.
+    pub(super) fn prefetch<S: Simd>(&self, s: S, partition: usize) {
+        if self.call.layer.spec().layout == KvLayout::Rows {
+            return;
+        }
+        self.in_memory_order(partition, |tile| {
             for line in (0..self.tile_bytes).step_by(64) {
-                s.prefetch(p.wrapping_add(line));
+                s.prefetch(tile.wrapping_add(line));
             }
+        });
+        self.prefetch_scales(s, partition);
+    }
+
+    /// The tiles of a partition that any row sees, block by block, K before V. Tiled caches only.
+    fn in_memory_order(&self, partition: usize, mut visit: impl FnMut(*const u8)) {
+        let tiles_a_block = self.call.layer.spec().block_size / TILE;
+        let range = self.range(partition);
+        let mut tile = range.start;
+        while tile < range.end {
+            let end = ((tile / tiles_a_block + 1) * tiles_a_block).min(range.end);
+            for side in [Side::Key, Side::Value] {
+                (tile..end).for_each(|tile| visit(self.direct(side, tile)));
+            }
+            tile = end;
         }
     }
 
     /// Absolute tiles of a partition that any row sees.
     fn range(&self, partition: usize) -> Range<usize> {
-        let sees = local(&self.sees, partition);
+        let sees = local(&self.item.sees, partition);
         let base = partition * TILES;
         base + sees.start / TILE..base + sees.end.div_ceil(TILE)
     }
@@ -191,7 +237,7 @@ impl<'a, F: Format> Source<'a, F> {
             }
         }
         let rows = self.rows(side, tile);
-        // SAFETY: the rows are whole, and `new` made room for a partition's tiles.
+        // SAFETY: the rows are whole, and the buffers have room for a partition's tiles.
         s.vectorize(unsafe {
             PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to)
         });
@@ -202,7 +248,7 @@ impl<'a, F: Format> Source<'a, F> {
     fn rows(&self, side: Side, tile: usize) -> [*const u8; TILE] {
         let block_size = self.call.layer.spec().block_size;
         std::array::from_fn(|i| {
-            let token = (tile * TILE + i).min(self.sees.end - 1);
+            let token = (tile * TILE + i).min(self.item.sees.end - 1);
             let block = self.blocks[token / block_size] as usize;
             // SAFETY: as in `direct`.
             unsafe {
@@ -218,8 +264,59 @@ impl<'a, F: Format> Source<'a, F> {
     fn widen(&self, tile: usize, to: *mut u8) -> *const u8 {
         let head_dim = self.call.layer.spec().head_dim;
         let from = self.direct(Side::Value, tile);
-        // SAFETY: `from` is a whole tile, and `new` made room for a partition's wider ones.
+        // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
         unsafe { widen_value_tile::<F>(from, head_dim, padded(head_dim), to) };
         to
+    }
+
+    /// Copies the scales of tiles, those of K to the first half of `to`, those of V to the second.
+    fn copy_scales(&self, tiles: Range<usize>, partition: usize, to: *mut f32) {
+        let seen = tiles.start * TILE..(tiles.end * TILE).min(self.item.sees.end);
+        self.scale_runs(seen, |side, from, token, n| {
+            let half = if side == Side::Key { 0 } else { PARTITION };
+            // SAFETY: the scales are a block's own; the tokens are in the partition, for which each half has room.
+            unsafe {
+                from.cast::<u8>().copy_to_nonoverlapping(
+                    to.add(half + token - partition * PARTITION).cast(),
+                    n * size_of::<f32>(),
+                );
+            }
+        });
+    }
+
+    fn prefetch_scales<S: Simd>(&self, s: S, partition: usize) {
+        if F::QUANTIZED {
+            let range = self.range(partition);
+            let seen = range.start * TILE..(range.end * TILE).min(self.item.sees.end);
+            self.scale_runs(seen, |_, from, _, n| {
+                for i in (0..n).step_by(16) {
+                    s.prefetch(from.wrapping_add(i).cast());
+                }
+            });
+        }
+    }
+
+    /// Runs of scales that lie side by side: the side, where the first one is, whose token it is, how many there are.
+    fn scale_runs(
+        &self,
+        tokens: Range<usize>,
+        mut visit: impl FnMut(Side, *const f32, usize, usize),
+    ) {
+        let block_size = self.call.layer.spec().block_size;
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let n = (block_size - token % block_size).min(tokens.end - token);
+            let block = self.blocks[token / block_size] as usize;
+            for side in [Side::Key, Side::Value] {
+                // SAFETY: as in `direct`; a quantized layer has scales.
+                let from = unsafe {
+                    self.call
+                        .layer
+                        .scale(side, block, self.head, token % block_size)
+                };
+                visit(side, from, token, n);
+            }
+            token += n;
+        }
     }
 }

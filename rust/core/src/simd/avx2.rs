@@ -1,4 +1,5 @@
-//! AVX2 with FMA and F16C: eight lanes, sixteen registers. bf16 pairs are widened and multiplied one after another.
+//! AVX2 with FMA and F16C: eight lanes, sixteen registers. The elements of bf16 pairs are widened and multiplied
+//! one after another.
 
 use std::arch::x86_64::*;
 
@@ -23,30 +24,33 @@ fn shim<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
+/// Rounds to bf16, to nearest even, in the high halves; the low ones are anything.
 #[inline(always)]
-fn low(pairs: __m256i) -> __m256 {
+fn round_bf16(a: __m256) -> __m256i {
     // SAFETY: called from methods of `Avx2` alone, which proves the instructions.
-    unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)) }
+    unsafe {
+        let u = _mm256_castps_si256(a);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(u), _mm256_set1_epi32(1));
+        _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
+    }
 }
 
+/// The high halves of words, the low ones cleared.
 #[inline(always)]
-fn high(pairs: __m256i) -> __m256 {
+fn high(words: __m256i) -> __m256i {
     // SAFETY: as above.
-    unsafe {
-        _mm256_castsi256_ps(_mm256_and_si256(
-            pairs,
-            _mm256_set1_epi32(0xffff_0000_u32 as i32),
-        ))
-    }
+    unsafe { _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32)) }
 }
 
 // SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Avx2 {
     type F32 = __m256;
-    type Pairs = __m256i;
+    type I32 = __m256i;
+    type Bf16 = __m256;
     const LANES: usize = 8;
-    const ACCUMULATORS: usize = 12;
+    const REGISTERS: usize = 16;
+    const BF16_PARTS: usize = 2;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -66,32 +70,6 @@ impl Simd for Avx2 {
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
     }
     #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut u16, a: __m256) {
-        unsafe {
-            let u = _mm256_castps_si256(a);
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(u), _mm256_set1_epi32(1));
-            let rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-            let words = _mm256_srli_epi32::<16>(rounded);
-            let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(words, words));
-            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed));
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_pairs(self, p: *const u32) -> __m256i {
-        unsafe { _mm256_loadu_si256(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_pairs(self, p: *mut u32, a: __m256i) {
-        unsafe { _mm256_storeu_si256(p.cast(), a) };
-    }
-    #[inline(always)]
-    unsafe fn join(self, first: *const u16, second: *const u16) -> __m256i {
-        unsafe {
-            let [a, b] = [first, second].map(|p| _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())));
-            _mm256_or_si256(a, _mm256_slli_epi32::<16>(b))
-        }
-    }
-    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
@@ -99,10 +77,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn splat(self, a: f32) -> __m256 {
         unsafe { _mm256_set1_ps(a) }
-    }
-    #[inline(always)]
-    fn splat_pairs(self, a: u32) -> __m256i {
-        unsafe { _mm256_set1_epi32(a as i32) }
     }
     #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
@@ -115,6 +89,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn mul(self, a: __m256, b: __m256) -> __m256 {
         unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_div_ps(a, b) }
     }
     #[inline(always)]
     fn max(self, a: __m256, b: __m256) -> __m256 {
@@ -182,14 +160,110 @@ impl Simd for Avx2 {
     fn first(self, a: __m256) -> f32 {
         unsafe { _mm256_cvtss_f32(a) }
     }
+
     #[inline(always)]
-    fn dot(self, a: __m256i, b: __m256i, c: __m256) -> __m256 {
-        let c = self.fma(low(a), low(b), c);
-        self.fma(high(a), high(b), c)
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> __m256 {
+        unsafe {
+            let pairs = _mm256_loadu_si256(p.cast());
+            _mm256_castsi256_ps(match part {
+                0 => _mm256_slli_epi32::<16>(pairs),
+                _ => high(pairs),
+            })
+        }
     }
     #[inline(always)]
-    fn keep_half(self, a: __m256i, high: bool) -> __m256i {
-        let mask = if high { 0xffff_0000_u32 as i32 } else { 0xffff };
-        unsafe { _mm256_and_si256(a, _mm256_set1_epi32(mask)) }
+    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
+        [u32::from(first) << 16, u32::from(second) << 16]
+    }
+    #[inline(always)]
+    fn splat_bf16(self, word: u32) -> __m256 {
+        self.splat(f32::from_bits(word))
+    }
+    #[inline(always)]
+    fn dot_bf16(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        self.fma(a, b, c)
+    }
+    #[inline(always)]
+    fn keep_bf16(self, a: __m256, _: bool) -> __m256 {
+        a
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: __m256) {
+        unsafe { _mm256_storeu_si256(words.add(at).cast(), high(round_bf16(a))) };
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, part: usize) -> __m256i {
+        unsafe {
+            let bytes = _mm256_loadu_si256(p.cast());
+            match part {
+                0 => _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(bytes)),
+                _ => _mm256_srai_epi16::<8>(bytes),
+            }
+        }
+    }
+    #[inline(always)]
+    fn splat_i32(self, word: u32) -> __m256i {
+        unsafe { _mm256_set1_epi32(word as i32) }
+    }
+    #[inline(always)]
+    fn dot_i16(self, a: __m256i, b: __m256i, c: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(c, _mm256_madd_epi16(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn load_i32(self, p: *const f32) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_i32(self, p: *mut f32, a: __m256i) {
+        unsafe { _mm256_storeu_si256(p.cast(), a) };
+    }
+    #[inline(always)]
+    fn to_f32(self, a: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: __m256) {
+        unsafe {
+            let n = _mm256_cvtps_epi32(a);
+            let order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+            let (low, high) = (_mm256_castsi256_si128(n), _mm256_extracti128_si256::<1>(n));
+            let packed = _mm_shuffle_epi8(_mm_packs_epi32(low, high), order);
+            _mm_storeu_si128(words.add(at / 2).cast(), packed);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(self, low: *mut u16, high: *mut u16, a: __m256) {
+        unsafe {
+            let words = _mm256_castps_si256(a);
+            for (to, half) in [
+                (low, _mm256_and_si256(words, _mm256_set1_epi32(0xffff))),
+                (high, _mm256_srli_epi32::<16>(words)),
+            ] {
+                let (a, b) = (
+                    _mm256_castsi256_si128(half),
+                    _mm256_extracti128_si256::<1>(half),
+                );
+                _mm_storeu_si128(to.cast(), _mm_packus_epi32(a, b));
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn interleave_2(self, rows: [*const u16; 2], to: *mut u16) {
+        unsafe {
+            let [a, b] = rows.map(|p| _mm_loadu_si128(p.cast()));
+            _mm_storeu_si128(to.cast(), _mm_unpacklo_epi16(a, b));
+            _mm_storeu_si128(to.add(8).cast(), _mm_unpackhi_epi16(a, b));
+        }
+    }
+    #[inline(always)]
+    unsafe fn interleave_4(self, rows: [*const u8; 4], to: *mut u8) {
+        unsafe {
+            let [a, b, c, d] = rows.map(|p| _mm_loadl_epi64(p.cast()));
+            let (ab, cd) = (_mm_unpacklo_epi8(a, b), _mm_unpacklo_epi8(c, d));
+            _mm_storeu_si128(to.cast(), _mm_unpacklo_epi16(ab, cd));
+            _mm_storeu_si128(to.add(16).cast(), _mm_unpackhi_epi16(ab, cd));
+        }
     }
 }

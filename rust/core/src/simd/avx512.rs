@@ -31,23 +31,6 @@ fn shim_bf16<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-#[inline(always)]
-fn low(pairs: __m512i) -> __m512 {
-    // SAFETY: called from methods of `Avx512` alone, which proves the instructions.
-    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)) }
-}
-
-#[inline(always)]
-fn high(pairs: __m512i) -> __m512 {
-    // SAFETY: as above.
-    unsafe {
-        _mm512_castsi512_ps(_mm512_and_si512(
-            pairs,
-            _mm512_set1_epi32(0xffff_0000_u32 as i32),
-        ))
-    }
-}
-
 /// Lanes `lo..hi` of sixteen.
 #[inline(always)]
 fn lanes(lo: usize, hi: usize) -> __mmask16 {
@@ -58,9 +41,11 @@ fn lanes(lo: usize, hi: usize) -> __mmask16 {
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl<const BF16: bool> Simd for Avx512<BF16> {
     type F32 = __m512;
-    type Pairs = __m512i;
+    type I32 = __m512i;
+    type Bf16 = __m512i;
     const LANES: usize = 16;
-    const ACCUMULATORS: usize = 24;
+    const REGISTERS: usize = 32;
+    const BF16_PARTS: usize = if BF16 { 1 } else { 2 };
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -84,36 +69,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut u16, a: __m512) {
-        unsafe {
-            let narrow: __m256i = if BF16 {
-                transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a))
-            } else {
-                let u = _mm512_castps_si512(a);
-                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
-                let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
-            };
-            _mm256_storeu_si256(p.cast(), narrow);
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_pairs(self, p: *const u32) -> __m512i {
-        unsafe { _mm512_loadu_si512(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_pairs(self, p: *mut u32, a: __m512i) {
-        unsafe { _mm512_storeu_si512(p.cast(), a) };
-    }
-    #[inline(always)]
-    unsafe fn join(self, first: *const u16, second: *const u16) -> __m512i {
-        unsafe {
-            let [a, b] =
-                [first, second].map(|p| _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())));
-            _mm512_or_si512(a, _mm512_slli_epi32::<16>(b))
-        }
-    }
-    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
@@ -121,10 +76,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn splat(self, a: f32) -> __m512 {
         unsafe { _mm512_set1_ps(a) }
-    }
-    #[inline(always)]
-    fn splat_pairs(self, a: u32) -> __m512i {
-        unsafe { _mm512_set1_epi32(a as i32) }
     }
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
@@ -137,6 +88,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_div_ps(a, b) }
     }
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
@@ -198,21 +153,126 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn first(self, a: __m512) -> f32 {
         unsafe { _mm512_cvtss_f32(a) }
     }
+
     #[inline(always)]
-    fn dot(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
-        if BF16 {
-            unsafe {
-                let [a, b] = [a, b].map(|x| transmute::<__m512i, __m512bh>(x));
-                _mm512_dpbf16_ps(c, a, b)
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> __m512i {
+        unsafe {
+            let pairs = _mm512_loadu_si512(p.cast());
+            match part {
+                _ if BF16 => pairs,
+                0 => _mm512_slli_epi32::<16>(pairs),
+                _ => _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32)),
             }
-        } else {
-            let c = self.fma(low(a), low(b), c);
-            self.fma(high(a), high(b), c)
         }
     }
     #[inline(always)]
-    fn keep_half(self, a: __m512i, high: bool) -> __m512i {
-        let mask = if high { 0xffff_0000_u32 as i32 } else { 0xffff };
+    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
+        let (first, second) = (u32::from(first), u32::from(second) << 16);
+        if BF16 {
+            [first | second, 0]
+        } else {
+            [first << 16, second]
+        }
+    }
+    #[inline(always)]
+    fn splat_bf16(self, word: u32) -> __m512i {
+        self.splat_i32(word)
+    }
+    #[inline(always)]
+    fn dot_bf16(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
+        unsafe {
+            if BF16 {
+                let [a, b] = [a, b].map(|x| transmute::<__m512i, __m512bh>(x));
+                _mm512_dpbf16_ps(c, a, b)
+            } else {
+                _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), c)
+            }
+        }
+    }
+    #[inline(always)]
+    fn keep_bf16(self, a: __m512i, last: bool) -> __m512i {
+        let mask = if last { 0xffff_0000_u32 as i32 } else { 0xffff };
         unsafe { _mm512_and_si512(a, _mm512_set1_epi32(mask)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: __m512) {
+        unsafe {
+            if BF16 {
+                let narrow = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a));
+                _mm256_storeu_si256(words.add(at / 2).cast(), narrow);
+            } else {
+                let u = _mm512_castps_si512(a);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+                _mm512_storeu_si512(words.add(at).cast(), high);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, part: usize) -> __m512i {
+        unsafe {
+            let bytes = _mm512_loadu_si512(p.cast());
+            match part {
+                0 => _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(bytes)),
+                _ => _mm512_srai_epi16::<8>(bytes),
+            }
+        }
+    }
+    #[inline(always)]
+    fn splat_i32(self, word: u32) -> __m512i {
+        unsafe { _mm512_set1_epi32(word as i32) }
+    }
+    #[inline(always)]
+    fn dot_i16(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi32(c, _mm512_madd_epi16(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn load_i32(self, p: *const f32) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_i32(self, p: *mut f32, a: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), a) };
+    }
+    #[inline(always)]
+    fn to_f32(self, a: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: __m512) {
+        unsafe {
+            // The order inside each group of four first, as words: 0 2 1 3.
+            let n = _mm512_shuffle_epi32::<0b11_01_10_00>(_mm512_cvtps_epi32(a));
+            _mm256_storeu_si256(words.add(at / 2).cast(), _mm512_cvtepi32_epi16(n));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(self, low: *mut u16, high: *mut u16, a: __m512) {
+        unsafe {
+            let words = _mm512_castps_si512(a);
+            _mm256_storeu_si256(low.cast(), _mm512_cvtepi32_epi16(words));
+            let words = _mm512_srli_epi32::<16>(words);
+            _mm256_storeu_si256(high.cast(), _mm512_cvtepi32_epi16(words));
+        }
+    }
+    #[inline(always)]
+    unsafe fn interleave_2(self, rows: [*const u16; 2], to: *mut u16) {
+        unsafe {
+            let [a, b] = rows.map(|p| _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())));
+            let pairs = _mm512_or_si512(a, _mm512_slli_epi32::<16>(b));
+            _mm512_storeu_si512(to.cast(), pairs);
+        }
+    }
+    #[inline(always)]
+    unsafe fn interleave_4(self, rows: [*const u8; 4], to: *mut u8) {
+        unsafe {
+            let [a, b, c, d] = rows.map(|p| _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())));
+            let ab = _mm512_or_si512(a, _mm512_slli_epi32::<8>(b));
+            let cd = _mm512_or_si512(_mm512_slli_epi32::<16>(c), _mm512_slli_epi32::<24>(d));
+            _mm512_storeu_si512(to.cast(), _mm512_or_si512(ab, cd));
+        }
     }
 }

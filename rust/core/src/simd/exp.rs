@@ -1,4 +1,5 @@
-//! The one exponential of the attention kernel: scores to weights, and the factors of the merge.
+//! The one exponential of the attention kernel: scores to weights, and the factors of the merge; and the hyperbolic
+//! tangent that soft-capped scores go through.
 
 use super::Simd;
 
@@ -31,12 +32,45 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F32) -> S::F32 {
     s.select_below(x, UNDERFLOW, s.splat(0.0), s.scale(p, n))
 }
 
+/// Up to this magnitude tanh is a polynomial: beyond it, nothing cancels in `1 - e^-2x`.
+const TANH_SMALL: f32 = 0.625;
+/// `(tanh(y) / y - 1) / y^2` in y^2, near-minimax (2e-8 of tanh), highest power first.
+const TANH_COEFFICIENTS: [f32; 5] = [
+    -0.006_104_947,
+    0.021_003_641,
+    -0.053_852_5,
+    0.133_327_83,
+    -0.333_333_28,
+];
+
+/// tanh x, within about 3 ulp; NaN for NaN.
+#[inline(always)]
+pub(crate) fn tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let zero = s.splat(0.0);
+    let negated = s.sub(zero, x);
+    let magnitude = s.select_below(x, 0.0, negated, x);
+
+    let square = s.mul(x, x);
+    let mut p = s.splat(TANH_COEFFICIENTS[0]);
+    for c in &TANH_COEFFICIENTS[1..] {
+        p = s.fma(p, square, s.splat(*c));
+    }
+    let small = s.fma(s.mul(x, square), p, x);
+
+    let e = exp(s, s.mul(magnitude, s.splat(-2.0)));
+    let one = s.splat(1.0);
+    let large = s.div(s.sub(one, e), s.add(one, e));
+    let large = s.select_below(x, 0.0, s.sub(zero, large), large);
+    s.select_below(magnitude, TANH_SMALL, small, large)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::{Dispatch, Isa, Kernel, MAX_LANES};
     use super::*;
 
     struct Exp<'a>(&'a mut [f32]);
+    struct Tanh<'a>(&'a mut [f32]);
 
     impl Kernel for Exp<'_> {
         type Output = ();
@@ -48,6 +82,50 @@ mod tests {
                     unsafe { s.store(lanes.as_mut_ptr(), exp(s, s.load(lanes.as_ptr()))) };
                 }
             }
+        }
+    }
+
+    impl Kernel for Tanh<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for chunk in self.0.chunks_exact_mut(MAX_LANES) {
+                for lanes in chunk.chunks_exact_mut(S::LANES) {
+                    // SAFETY: a chunk has LANES elements.
+                    unsafe { s.store(lanes.as_mut_ptr(), tanh(s, s.load(lanes.as_ptr()))) };
+                }
+            }
+        }
+    }
+
+    impl Dispatch for Tanh<'_> {
+        type Output = ();
+        fn run<S: Simd>(self, s: S) {
+            s.vectorize(self);
+        }
+    }
+
+    #[test]
+    fn tanh_is_accurate_odd_and_passes_nan() {
+        for isa in Isa::available() {
+            let x: Vec<f32> = (0..16 * 1024)
+                .map(|i| (f64::from(i) * 0.0016 - 13.0).powi(3) as f32 / 100.0)
+                .collect();
+            let mut y = x.clone();
+            isa.dispatch(Tanh(&mut y));
+            for (&x, &y) in x.iter().zip(&y) {
+                let want = f64::from(x).tanh();
+                let error = (f64::from(y) - want).abs();
+                assert!(
+                    error <= 4e-7 * want.abs(),
+                    "{isa} tanh({x}) = {y}, {error:e} off"
+                );
+            }
+            let mut edge = [0.0; MAX_LANES];
+            edge[..4].copy_from_slice(&[f32::NAN, 1e30, f32::NEG_INFINITY, 1e-30]);
+            isa.dispatch(Tanh(&mut edge));
+            assert!(edge[0].is_nan(), "{isa}");
+            assert_eq!(edge[1..5], [1.0, -1.0, 1e-30, 0.0], "{isa}");
         }
     }
 

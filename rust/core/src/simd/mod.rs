@@ -20,7 +20,7 @@ mod scalar;
 use std::fmt;
 use std::sync::OnceLock;
 
-pub(crate) use exp::exp;
+pub(crate) use exp::{exp, tanh};
 
 use crate::{Error, Result};
 
@@ -30,17 +30,21 @@ pub(crate) const MAX_LANES: usize = 16;
 /// One instruction set. Methods are intrinsics; those that take a pointer demand no alignment.
 ///
 /// # Safety of the pointer methods
-/// `load*` and `store*` need `LANES` elements (half as many bytes for 16-bit ones) valid at the pointer.
+/// They need `LANES` lanes of what they load or store valid at the pointer, at any alignment.
 #[allow(clippy::missing_safety_doc)] // said once, above
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` floats.
     type F32: Copy;
-    /// `LANES` pairs of bf16.
-    type Pairs: Copy;
-    /// Floats in a vector; divides [`MAX_LANES`].
+    /// `LANES` words of 32 bits: integers, or pairs of 16-bit integers.
+    type I32: Copy;
+    /// What one multiplication takes of `LANES` pairs of bf16: both, or one widened.
+    type Bf16: Copy;
+    /// Lanes of a vector; divides [`MAX_LANES`].
     const LANES: usize;
-    /// Accumulators that fit the register file beside the operands of a micro-kernel.
-    const ACCUMULATORS: usize;
+    /// Vectors that the register file holds.
+    const REGISTERS: usize;
+    /// Multiplications that a pair of bf16 takes.
+    const BF16_PARTS: usize;
 
     /// Runs `kernel` in a function compiled for this instruction set.
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
@@ -49,20 +53,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn store(self, p: *mut f32, a: Self::F32);
     /// Widens f16, exactly.
     unsafe fn load_f16(self, p: *const u16) -> Self::F32;
-    /// Narrows to bf16, to nearest even. NaN need not survive.
-    unsafe fn store_bf16(self, p: *mut u16, a: Self::F32);
-    unsafe fn load_pairs(self, p: *const u32) -> Self::Pairs;
-    unsafe fn store_pairs(self, p: *mut u32, a: Self::Pairs);
-    /// Pairs of one element from each of two rows.
-    unsafe fn join(self, first: *const u16, second: *const u16) -> Self::Pairs;
     /// Asks for the cache line at `p` into the second-level cache. Any address is allowed.
     fn prefetch(self, p: *const u8);
 
     fn splat(self, a: f32) -> Self::F32;
-    fn splat_pairs(self, a: u32) -> Self::Pairs;
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// The larger of two; unspecified where either is NaN.
     fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a * b + c`, fused where the hardware can.
@@ -83,10 +81,69 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn maximum(self, a: Self::F32) -> f32;
     /// Lane 0.
     fn first(self, a: Self::F32) -> f32;
-    /// `c + a.low * b.low + a.high * b.high`, as the instruction set does it.
-    fn dot(self, a: Self::Pairs, b: Self::Pairs, c: Self::F32) -> Self::F32;
-    /// Keeps the first (low) or second (high) element of each pair and clears the other.
-    fn keep_half(self, a: Self::Pairs, high: bool) -> Self::Pairs;
+
+    /// Part `part` of `LANES` pairs of bf16.
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> Self::Bf16;
+    /// The words that [`Simd::splat_bf16`] takes for the parts of one pair, which are the bits of two bf16.
+    fn bf16_words(pair: [u16; 2]) -> [u32; 2];
+    fn splat_bf16(self, word: u32) -> Self::Bf16;
+    /// `c + a * b`, or where there is one part `c + a.0 * b.0 + a.1 * b.1`, as the instruction set does it.
+    fn dot_bf16(self, a: Self::Bf16, b: Self::Bf16, c: Self::F32) -> Self::F32;
+    /// Clears one element of each pair and keeps the first, or the last. Only where there is one part.
+    fn keep_bf16(self, a: Self::Bf16, last: bool) -> Self::Bf16;
+    /// Rounds to bf16, to nearest even, and stores them as the words of pairs; `at`, a multiple of `LANES`, is the
+    /// first one's index. NaN need not survive.
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: Self::F32);
+
+    /// Of `LANES` groups of four 8-bit integers, elements `part` and `part + 2` as pairs of 16 bits.
+    unsafe fn load_i8(self, p: *const u8, part: usize) -> Self::I32;
+    fn splat_i32(self, word: u32) -> Self::I32;
+    /// `c + a.0 * b.0 + a.1 * b.1` of pairs of 16-bit integers.
+    fn dot_i16(self, a: Self::I32, b: Self::I32, c: Self::I32) -> Self::I32;
+    unsafe fn load_i32(self, p: *const f32) -> Self::I32;
+    unsafe fn store_i32(self, p: *mut f32, a: Self::I32);
+    /// To the nearest float.
+    fn to_f32(self, a: Self::I32) -> Self::F32;
+    /// Rounds to 16-bit integers, to nearest even, and stores them as the two words of groups of four, the first and
+    /// third, then the others; `at`, a multiple of `LANES`, is the first one's index.
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: Self::F32);
+
+    /// Stores the low 16 bits of each lane at `low`, the high ones at `high`.
+    #[inline(always)]
+    unsafe fn store_halves(self, low: *mut u16, high: *mut u16, a: Self::F32) {
+        let mut words = [0_u32; MAX_LANES];
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.store(words.as_mut_ptr().cast(), a);
+            for (i, word) in words[..Self::LANES].iter().enumerate() {
+                low.add(i).write_unaligned(*word as u16);
+                high.add(i).write_unaligned((*word >> 16) as u16);
+            }
+        }
+    }
+    /// Interleaves `LANES` elements of each of two rows of 16 bits.
+    #[inline(always)]
+    unsafe fn interleave_2(self, rows: [*const u16; 2], to: *mut u16) {
+        for i in 0..Self::LANES {
+            for (j, row) in rows.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    to.add(2 * i + j)
+                        .write_unaligned(row.add(i).read_unaligned());
+                }
+            }
+        }
+    }
+    /// Interleaves `LANES` elements of each of four rows of bytes.
+    #[inline(always)]
+    unsafe fn interleave_4(self, rows: [*const u8; 4], to: *mut u8) {
+        for i in 0..Self::LANES {
+            for (j, row) in rows.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { *to.add(4 * i + j) = *row.add(i) };
+            }
+        }
+    }
 }
 
 /// Code to run under an instruction set. `run` must be `#[inline(always)]` with all it calls.

@@ -21,25 +21,15 @@ fn shim<K: Kernel>(s: Neon, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-#[inline(always)]
-fn low(pairs: uint32x4_t) -> float32x4_t {
-    // SAFETY: called from methods of `Neon` alone, which proves the instructions.
-    unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs)) }
-}
-
-#[inline(always)]
-fn high(pairs: uint32x4_t) -> float32x4_t {
-    // SAFETY: as above.
-    unsafe { vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff_0000))) }
-}
-
 // SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Neon {
     type F32 = float32x4_t;
-    type Pairs = uint32x4_t;
+    type I32 = int32x4_t;
+    type Bf16 = float32x4_t;
     const LANES: usize = 4;
-    const ACCUMULATORS: usize = 24;
+    const REGISTERS: usize = 32;
+    const BF16_PARTS: usize = 2;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -70,30 +60,6 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut u16, a: float32x4_t) {
-        unsafe {
-            let u = vreinterpretq_u32_f32(a);
-            let odd = vandq_u32(vshrq_n_u32::<16>(u), vdupq_n_u32(1));
-            let rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-            vst1_u16(p, vshrn_n_u32::<16>(rounded));
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_pairs(self, p: *const u32) -> uint32x4_t {
-        unsafe { vld1q_u32(p) }
-    }
-    #[inline(always)]
-    unsafe fn store_pairs(self, p: *mut u32, a: uint32x4_t) {
-        unsafe { vst1q_u32(p, a) };
-    }
-    #[inline(always)]
-    unsafe fn join(self, first: *const u16, second: *const u16) -> uint32x4_t {
-        unsafe {
-            let [a, b] = [first, second].map(|p| vmovl_u16(vld1_u16(p)));
-            vorrq_u32(a, vshlq_n_u32::<16>(b))
-        }
-    }
-    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         // The prefetch intrinsic is not stable.
         unsafe {
@@ -106,10 +72,6 @@ impl Simd for Neon {
         unsafe { vdupq_n_f32(a) }
     }
     #[inline(always)]
-    fn splat_pairs(self, a: u32) -> uint32x4_t {
-        unsafe { vdupq_n_u32(a) }
-    }
-    #[inline(always)]
     fn add(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
         unsafe { vaddq_f32(a, b) }
     }
@@ -120,6 +82,10 @@ impl Simd for Neon {
     #[inline(always)]
     fn mul(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
         unsafe { vmulq_f32(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        unsafe { vdivq_f32(a, b) }
     }
     #[inline(always)]
     fn max(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
@@ -178,14 +144,86 @@ impl Simd for Neon {
     fn first(self, a: float32x4_t) -> f32 {
         unsafe { vgetq_lane_f32::<0>(a) }
     }
+
     #[inline(always)]
-    fn dot(self, a: uint32x4_t, b: uint32x4_t, c: float32x4_t) -> float32x4_t {
-        let c = self.fma(low(a), low(b), c);
-        self.fma(high(a), high(b), c)
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> float32x4_t {
+        unsafe {
+            let pairs = vreinterpretq_u32_u8(vld1q_u8(p));
+            vreinterpretq_f32_u32(match part {
+                0 => vshlq_n_u32::<16>(pairs),
+                _ => vandq_u32(pairs, vdupq_n_u32(0xffff_0000)),
+            })
+        }
     }
     #[inline(always)]
-    fn keep_half(self, a: uint32x4_t, high: bool) -> uint32x4_t {
-        let mask = if high { 0xffff_0000 } else { 0xffff };
-        unsafe { vandq_u32(a, vdupq_n_u32(mask)) }
+    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
+        [u32::from(first) << 16, u32::from(second) << 16]
+    }
+    #[inline(always)]
+    fn splat_bf16(self, word: u32) -> float32x4_t {
+        self.splat(f32::from_bits(word))
+    }
+    #[inline(always)]
+    fn dot_bf16(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
+        self.fma(a, b, c)
+    }
+    #[inline(always)]
+    fn keep_bf16(self, a: float32x4_t, _: bool) -> float32x4_t {
+        a
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: float32x4_t) {
+        unsafe {
+            let u = vreinterpretq_u32_f32(a);
+            let odd = vandq_u32(vshrq_n_u32::<16>(u), vdupq_n_u32(1));
+            let rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+            vst1q_u32(words.add(at), vandq_u32(rounded, vdupq_n_u32(0xffff_0000)));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, part: usize) -> int32x4_t {
+        unsafe {
+            let bytes = vreinterpretq_s16_u8(vld1q_u8(p));
+            vreinterpretq_s32_s16(match part {
+                0 => vshrq_n_s16::<8>(vshlq_n_s16::<8>(bytes)),
+                _ => vshrq_n_s16::<8>(bytes),
+            })
+        }
+    }
+    #[inline(always)]
+    fn splat_i32(self, word: u32) -> int32x4_t {
+        unsafe { vdupq_n_s32(word as i32) }
+    }
+    #[inline(always)]
+    fn dot_i16(self, a: int32x4_t, b: int32x4_t, c: int32x4_t) -> int32x4_t {
+        unsafe {
+            let [a, b] = [a, b].map(|x| vreinterpretq_s16_s32(x));
+            let low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+            vaddq_s32(c, vpaddq_s32(low, vmull_high_s16(a, b)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i32(self, p: *const f32) -> int32x4_t {
+        unsafe { vreinterpretq_s32_f32(vld1q_f32(p)) }
+    }
+    #[inline(always)]
+    unsafe fn store_i32(self, p: *mut f32, a: int32x4_t) {
+        unsafe { vst1q_f32(p, vreinterpretq_f32_s32(a)) };
+    }
+    #[inline(always)]
+    fn to_f32(self, a: int32x4_t) -> float32x4_t {
+        unsafe { vcvtq_f32_s32(a) }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: float32x4_t) {
+        unsafe {
+            let n = vmovn_s32(vcvtnq_s32_f32(a));
+            let [first, second] =
+                [vuzp1_s16(n, n), vuzp2_s16(n, n)].map(|x| vreinterpret_u32_s16(x));
+            let words = words.add(at / 2);
+            words.write_unaligned(vget_lane_u32::<0>(first));
+            words.add(1).write_unaligned(vget_lane_u32::<0>(second));
+        }
     }
 }

@@ -15,21 +15,19 @@ fn zip(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
+/// The two signed halves of a word.
 #[inline(always)]
-fn low(pair: u32) -> f32 {
-    f32::from_bits(pair << 16)
-}
-
-#[inline(always)]
-fn high(pair: u32) -> f32 {
-    f32::from_bits(pair & 0xffff_0000)
+fn halves(word: u32) -> [i32; 2] {
+    [i32::from(word as i16), (word as i32) >> 16]
 }
 
 impl Simd for Scalar {
     type F32 = V;
-    type Pairs = [u32; N];
+    type I32 = [u32; N];
+    type Bf16 = V;
     const LANES: usize = N;
-    const ACCUMULATORS: usize = 8;
+    const REGISTERS: usize = 16;
+    const BF16_PARTS: usize = 2;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -53,39 +51,10 @@ impl Simd for Scalar {
         bits.map(|b| f16::from_bits(b).to_f32_const())
     }
     #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut u16, a: V) {
-        let bits = a.map(|x| {
-            let u = x.to_bits();
-            (u.wrapping_add(0x7fff + (u >> 16 & 1)) >> 16) as u16
-        });
-        // SAFETY: as above.
-        unsafe { p.cast::<[u16; N]>().write_unaligned(bits) };
-    }
-    #[inline(always)]
-    unsafe fn load_pairs(self, p: *const u32) -> [u32; N] {
-        // SAFETY: as above.
-        unsafe { p.cast::<[u32; N]>().read_unaligned() }
-    }
-    #[inline(always)]
-    unsafe fn store_pairs(self, p: *mut u32, a: [u32; N]) {
-        // SAFETY: as above.
-        unsafe { p.cast::<[u32; N]>().write_unaligned(a) };
-    }
-    #[inline(always)]
-    unsafe fn join(self, first: *const u16, second: *const u16) -> [u32; N] {
-        // SAFETY: as above.
-        let [a, b] = [first, second].map(|p| unsafe { p.cast::<[u16; N]>().read_unaligned() });
-        std::array::from_fn(|i| u32::from(a[i]) | u32::from(b[i]) << 16)
-    }
-    #[inline(always)]
     fn prefetch(self, _: *const u8) {}
 
     #[inline(always)]
     fn splat(self, a: f32) -> V {
-        [a; N]
-    }
-    #[inline(always)]
-    fn splat_pairs(self, a: u32) -> [u32; N] {
         [a; N]
     }
     #[inline(always)]
@@ -99,6 +68,10 @@ impl Simd for Scalar {
     #[inline(always)]
     fn mul(self, a: V, b: V) -> V {
         zip(a, b, |x, y| x * y)
+    }
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        zip(a, b, |x, y| x / y)
     }
     #[inline(always)]
     fn max(self, a: V, b: V) -> V {
@@ -145,13 +118,82 @@ impl Simd for Scalar {
     fn first(self, a: V) -> f32 {
         a[0]
     }
+
     #[inline(always)]
-    fn dot(self, a: [u32; N], b: [u32; N], c: V) -> V {
-        let c = self.fma(a.map(low), b.map(low), c);
-        self.fma(a.map(high), b.map(high), c)
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> V {
+        // SAFETY: as above.
+        let pairs = unsafe { p.cast::<[[u16; 2]; N]>().read_unaligned() };
+        pairs.map(|pair| f32::from_bits(u32::from(pair[part]) << 16))
     }
     #[inline(always)]
-    fn keep_half(self, a: [u32; N], high: bool) -> [u32; N] {
-        a.map(|pair| pair & if high { 0xffff_0000 } else { 0xffff })
+    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
+        [u32::from(first) << 16, u32::from(second) << 16]
+    }
+    #[inline(always)]
+    fn splat_bf16(self, word: u32) -> V {
+        self.splat(f32::from_bits(word))
+    }
+    #[inline(always)]
+    fn dot_bf16(self, a: V, b: V, c: V) -> V {
+        self.fma(a, b, c)
+    }
+    #[inline(always)]
+    fn keep_bf16(self, a: V, _: bool) -> V {
+        a
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: V) {
+        let bits = a.map(|x| {
+            let u = x.to_bits();
+            u.wrapping_add(0x7fff + (u >> 16 & 1)) & 0xffff_0000
+        });
+        // SAFETY: as above.
+        unsafe { words.add(at).cast::<[u32; N]>().write_unaligned(bits) };
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, part: usize) -> [u32; N] {
+        // SAFETY: as above.
+        let groups = unsafe { p.cast::<[[i8; 4]; N]>().read_unaligned() };
+        groups.map(|g| {
+            let [first, second] = [g[part], g[part + 2]].map(|x| u32::from(i16::from(x) as u16));
+            first | second << 16
+        })
+    }
+    #[inline(always)]
+    fn splat_i32(self, word: u32) -> [u32; N] {
+        [word; N]
+    }
+    #[inline(always)]
+    fn dot_i16(self, a: [u32; N], b: [u32; N], c: [u32; N]) -> [u32; N] {
+        std::array::from_fn(|i| {
+            let ([a0, a1], [b0, b1]) = (halves(a[i]), halves(b[i]));
+            c[i].wrapping_add((a0 * b0).wrapping_add(a1 * b1) as u32)
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_i32(self, p: *const f32) -> [u32; N] {
+        // SAFETY: as above.
+        unsafe { p.cast::<[u32; N]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_i32(self, p: *mut f32, a: [u32; N]) {
+        // SAFETY: as above.
+        unsafe { p.cast::<[u32; N]>().write_unaligned(a) };
+    }
+    #[inline(always)]
+    fn to_f32(self, a: [u32; N]) -> V {
+        a.map(|x| (x as i32) as f32)
+    }
+    #[inline(always)]
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: V) {
+        let [n0, n1, n2, n3] = self.round(a).map(|x| u32::from(x as i16 as u16));
+        // SAFETY: as above.
+        unsafe {
+            words
+                .add(at / 2)
+                .cast::<[u32; 2]>()
+                .write_unaligned([n0 | n2 << 16, n1 | n3 << 16]);
+        }
     }
 }

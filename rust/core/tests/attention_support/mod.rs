@@ -4,14 +4,14 @@
 
 use leafkv_core::Isa;
 use leafkv_core::attention::{
-    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Vectors, VectorsMut,
-    attend, naive, write_kv,
+    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Scales, Vectors,
+    VectorsMut, attend, naive, write_kv,
 };
 
 /// Every bit set: a NaN in each dtype.
 pub const POISON: u8 = 0xff;
 
-pub const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16];
+pub const DTYPES: [KvDtype; 4] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Int8];
 pub const LAYOUTS: [KvLayout; 2] = [KvLayout::Rows, KvLayout::Tiled];
 
 /// A number in [-1, 1): a function of all coordinates. Its mantissa is full and its exponent varies, so that sums of
@@ -81,6 +81,7 @@ pub enum Order {
 pub struct Cache {
     spec: KvSpec,
     bytes: Vec<u8>,
+    scales: Vec<u8>,
     order: Order,
 }
 
@@ -109,6 +110,7 @@ impl Cache {
         Self {
             spec,
             bytes: vec![POISON; size + 64],
+            scales: vec![POISON; 8 * num_blocks * heads.kv * block_size + 1],
             order,
         }
     }
@@ -116,6 +118,7 @@ impl Cache {
     /// Another content for the bytes that are not written yet.
     pub fn poison(&mut self, byte: u8) {
         self.bytes.fill(byte);
+        self.scales.fill(byte);
     }
 
     pub fn spec(&self) -> KvSpec {
@@ -162,8 +165,20 @@ impl Cache {
                 )
             }
         };
-        // SAFETY: the strides stay inside `bytes`, which tests write from one thread only.
-        unsafe { KvLayer::new(*s, key, value).unwrap() }
+        // A block's scales of K, then those of V; aligned to nothing.
+        let head = 4 * s.block_size as isize;
+        let scales = Scales {
+            base: self.scales.as_ptr().cast_mut().wrapping_add(1),
+            block_stride: 2 * head * s.num_kv_heads as isize,
+            head_stride: head,
+        };
+        let value_scales = Scales {
+            base: scales.base.wrapping_offset(head * s.num_kv_heads as isize),
+            ..scales
+        };
+        let scales = (s.dtype == KvDtype::Int8).then_some([scales, value_scales]);
+        // SAFETY: the strides stay inside `bytes` and `scales`, which tests write from one thread only.
+        unsafe { KvLayer::new(*s, key, value, scales).unwrap() }
     }
 
     /// Writes tokens `0..kv_len` of a sequence.
@@ -260,11 +275,7 @@ pub fn plan(sequences: &[Sequence], spec: &KvSpec, heads: Heads, threads: usize)
     Plan::new(shape, widest, id, &starts, &lens, Some(threads)).unwrap()
 }
 
-pub const CAUSAL: Options = Options {
-    scale: 0.125,
-    causal: true,
-    sliding_window: None,
-};
+pub const CAUSAL: Options<'static> = Options::new(0.125);
 
 /// Runs attention; the output starts as poison, so that a row left out is seen.
 pub fn run(
@@ -273,7 +284,7 @@ pub fn run(
     cache: &Cache,
     heads: Heads,
     threads: usize,
-    options: &Options,
+    options: &Options<'_>,
 ) -> Vec<f32> {
     let plan = plan(sequences, &cache.spec(), heads, threads);
     let query = queries(sequences, heads);
@@ -284,13 +295,19 @@ pub fn run(
         &Vectors::from_slice(&query, heads.query, heads.dim),
         &cache.layer(),
         &mut VectorsMut::from_slice(&mut out, heads.query, heads.dim),
+        None,
         options,
     )
     .unwrap();
     out
 }
 
-pub fn oracle(sequences: &[Sequence], cache: &Cache, heads: Heads, options: &Options) -> Vec<f64> {
+pub fn oracle(
+    sequences: &[Sequence],
+    cache: &Cache,
+    heads: Heads,
+    options: &Options<'_>,
+) -> Vec<f64> {
     let plan = plan(sequences, &cache.spec(), heads, 1);
     let query = queries(sequences, heads);
     naive::attend(
@@ -300,6 +317,7 @@ pub fn oracle(sequences: &[Sequence], cache: &Cache, heads: Heads, options: &Opt
         options,
     )
     .unwrap()
+    .out
 }
 
 /// Largest difference that rounding explains, to values below 1: of a score's chain it grows with the chain's length;
@@ -308,6 +326,7 @@ pub fn tolerance(dtype: KvDtype, dim: usize) -> f64 {
     match dtype {
         KvDtype::F32 | KvDtype::F16 => 1e-6 + 1e-8 * dim as f64,
         KvDtype::Bf16 => 1.05 / 512.0,
+        KvDtype::Int8 => 1e-4,
     }
 }
 

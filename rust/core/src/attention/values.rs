@@ -1,0 +1,223 @@
+//! The third part of the micro-kernel: weighted sums of a partition's values.
+//!
+//! A hidden slot may hold NaN: its value is never multiplied, because "times weight 0" would not help (0 * NaN, and
+//! fma(0, v, -0)). The tokens that all rows of a tile see run in an unmasked loop; the few others, on the diagonal or at
+//! a window's edge, row by row.
+#![allow(clippy::needless_range_loop)] // indices name rows and vectors of several arrays at once
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::simd::Simd;
+
+use super::format::{Format, Parts};
+use super::kernel::{Partition, SCORES};
+use super::layout::TILE;
+use super::merge::Record;
+use super::plan::PARTITION;
+use super::tiles::TILES;
+
+/// How many vectors of dimensions may be in flight at once.
+struct Widest<S, F, const R: usize>(PhantomData<(S, F)>);
+
+impl<S: Simd, F: Format, const R: usize> Widest<S, F, R> {
+    /// Sums, operands, a weight and a mask for parts fit the registers.
+    const WIDTH: usize = {
+        let most = (S::REGISTERS - Parts::<S, F>::COUNT) / (R + 1);
+        if most < 8 { most } else { 8 }
+    };
+}
+
+/// Weighted sums of values, into the parts' outputs. `quanta` say what a unit of each row's quantized sums stands for.
+///
+/// # Safety
+/// `Partition` says what its pointers hold; the tiles cover `seen`, the union of what the rows see.
+#[inline(always)]
+pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
+    s: S,
+    p: &Partition<'_>,
+    seen: &Range<usize>,
+    sees: &[Range<usize>; R],
+    quanta: &[f32; R],
+) {
+    // Steps that some row sees, and among them those that all rows (that see anything) see wholly.
+    let some = seen.start / F::STEP..seen.end.div_ceil(F::STEP);
+    let (mut from, mut until) = (0, PARTITION);
+    for row in sees.iter().filter(|row| !row.is_empty()) {
+        from = from.max(row.start);
+        until = until.min(row.end);
+    }
+    let from = from.div_ceil(F::STEP).clamp(some.start, some.end);
+    let all = from..(until / F::STEP).clamp(from, some.end);
+    let chunk = Chunk { p, some, all, sees };
+
+    // Few rows read V from memory: tile by tile, in its order. Many rows read it from L2 and keep their sums.
+    let run = if R <= 4 { 1 } else { TILES };
+    let vectors = p.width / S::LANES;
+    for start in (0..p.tiles.count).step_by(run) {
+        let tiles = start..(start + run).min(p.tiles.count);
+        let mut c = 0;
+        while c < vectors {
+            let even = (vectors - c).div_ceil((vectors - c).div_ceil(Widest::<S, F, R>::WIDTH));
+            macro_rules! widest {
+                ($($width:literal),*) => {
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width <= even {
+                            chunk.run::<S, F, $width>(s, &tiles, c);
+                            c += $width;
+                        } else)* {
+                            unreachable!("a width of 1 fits");
+                        }
+                    }
+                };
+            }
+            widest!(8, 6, 4, 3, 2, 1);
+        }
+    }
+    if F::QUANTIZED {
+        for r in 0..R {
+            for d in (0..p.width).step_by(S::LANES) {
+                // SAFETY: inside the part.
+                unsafe {
+                    let at = Record::at(p.parts, p.width, r).output().add(d);
+                    s.store(at, s.mul(s.to_f32(s.load_i32(at)), s.splat(quanta[r])));
+                }
+            }
+        }
+    }
+}
+
+/// Vectors of dimensions, all rows, a run of tiles.
+struct Chunk<'a, const R: usize> {
+    p: &'a Partition<'a>,
+    some: Range<usize>,
+    all: Range<usize>,
+    sees: &'a [Range<usize>; R],
+}
+
+impl<const R: usize> Chunk<'_, R> {
+    #[inline(always)]
+    unsafe fn run<S: Simd, F: Format, const C: usize>(&self, s: S, tiles: &Range<usize>, c: usize) {
+        let p = self.p;
+        let steps = TILE / F::STEP;
+        let column = c * S::LANES * F::LANE;
+        // SAFETY: steps are inside the tiles, columns inside the padded rows, sums inside the parts.
+        unsafe {
+            let sum = |r: usize, v: usize| {
+                Record::at(p.parts, p.width, r)
+                    .output()
+                    .add((c + v) * S::LANES)
+            };
+            let mut acc = [[F::zero(s); C]; R];
+            if tiles.start > 0 {
+                for r in 0..R {
+                    for v in 0..C {
+                        acc[r][v] = F::load_sum(s, sum(r, v));
+                    }
+                }
+            }
+            for tile in tiles.clone() {
+                let v = p.tiles.value(tile).add(column);
+                // A tile's chunks walk down its columns, but ask for the tile ahead in the order of memory.
+                let ahead = p.tiles.ahead_of_value(tile).wrapping_add(column * steps);
+                let first = (p.tiles.first + tile) * steps;
+                let clip = |x: usize| x.clamp(first, first + steps) - first;
+                let (some, all) = (
+                    clip(self.some.start)..clip(self.some.end),
+                    clip(self.all.start)..clip(self.all.end),
+                );
+                let words = p.scores.cast::<u32>().add(first * Parts::<S, F>::COUNT);
+                if all.len() == steps {
+                    // A constant count of steps is worth a loop of its own.
+                    for t in 0..steps {
+                        self.step::<S, F, C>(s, &mut acc, v, ahead, words, t);
+                    }
+                } else {
+                    self.masked::<S, F, C>(s, &mut acc, v, words, first, some.start..all.start);
+                    for t in all.clone() {
+                        self.step::<S, F, C>(s, &mut acc, v, ahead, words, t);
+                    }
+                    self.masked::<S, F, C>(s, &mut acc, v, words, first, all.end..some.end);
+                }
+            }
+            for r in 0..R {
+                for v in 0..C {
+                    F::store_sum(s, sum(r, v), acc[r][v]);
+                }
+            }
+        }
+    }
+
+    /// One step that all rows see.
+    #[inline(always)]
+    unsafe fn step<S: Simd, F: Format, const C: usize>(
+        &self,
+        s: S,
+        acc: &mut [[F::Sum<S>; C]; R],
+        v: *const u8,
+        ahead: *const u8,
+        words: *const u32,
+        t: usize,
+    ) {
+        let parts = Parts::<S, F>::COUNT;
+        let bytes = C * S::LANES * F::LANE;
+        for line in (0..bytes).step_by(64) {
+            s.prefetch(ahead.wrapping_add(t * bytes + line));
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            for part in 0..parts {
+                let mut a = [F::splat(s, 0); C];
+                for c in 0..C {
+                    let at = t * self.p.tiles.value_row + c * S::LANES * F::LANE;
+                    a[c] = F::load(s, v.add(at), part);
+                }
+                for r in 0..R {
+                    let weight = F::splat(s, *words.add(r * SCORES + t * parts + part));
+                    for c in 0..C {
+                        acc[r][c] = F::fma(s, a[c], weight, acc[r][c]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Steps that each row sees, sees a part of, or does not see.
+    #[inline(always)]
+    unsafe fn masked<S: Simd, F: Format, const C: usize>(
+        &self,
+        s: S,
+        acc: &mut [[F::Sum<S>; C]; R],
+        v: *const u8,
+        words: *const u32,
+        first: usize,
+        steps: Range<usize>,
+    ) {
+        let parts = Parts::<S, F>::COUNT;
+        for (t, part) in steps.flat_map(|t| (0..parts).map(move |part| (t, part))) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let mut a = [F::splat(s, 0); C];
+                for c in 0..C {
+                    let at = t * self.p.tiles.value_row + c * S::LANES * F::LANE;
+                    a[c] = F::load(s, v.add(at), part);
+                }
+                let token = (first + t) * F::STEP;
+                for r in 0..R {
+                    let row = &self.sees[r];
+                    if row.end <= token || token + F::STEP <= row.start {
+                        continue;
+                    }
+                    let (head, tail) = (row.contains(&token), row.contains(&(token + F::STEP - 1)));
+                    let weight = F::splat(s, *words.add(r * SCORES + t * parts + part));
+                    for c in 0..C {
+                        if let Some(a) = F::seen(s, a[c], part, head, tail) {
+                            acc[r][c] = F::fma(s, a, weight, acc[r][c]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

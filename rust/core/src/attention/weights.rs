@@ -1,0 +1,160 @@
+//! The second part of the micro-kernel: one row's scores to weights.
+//!
+//! A hidden slot may hold NaN: its score is replaced before anyone looks.
+
+use std::ops::Range;
+
+use crate::simd::{MAX_LANES, Simd, exp, tanh};
+
+use super::format::{Format, MAX_WEIGHT};
+use super::kernel::Partition;
+use super::plan::PARTITION;
+use super::rows::Row;
+use super::tiles::Tiles;
+
+/// Vectors that touch a range of tokens.
+fn vectors<S: Simd>(span: &Range<usize>) -> Range<usize> {
+    span.start / S::LANES..span.end.div_ceil(S::LANES)
+}
+
+/// What the options make of a row's scores, in place; and of the integer sums of quantized caches, scores.
+///
+/// # Safety
+/// `scores` has a partition of them, `sees` is inside the partition.
+#[inline(always)]
+pub(super) unsafe fn adjust<S: Simd, F: Format>(
+    s: S,
+    p: &Partition<'_>,
+    row: &Row,
+    scores: *mut f32,
+    sees: &Range<usize>,
+) {
+    let (softcap, alibi) = (p.options.softcap, p.options.alibi_slopes.is_some());
+    if !F::QUANTIZED && softcap.is_none() && !alibi {
+        return;
+    }
+    const LANE: [f32; MAX_LANES] = {
+        let (mut lanes, mut i) = ([0.0; MAX_LANES], 0);
+        while i < MAX_LANES {
+            lanes[i] = i as f32;
+            i += 1;
+        }
+        lanes
+    };
+    // Exact below 2^24 tokens.
+    let distance = (row.position - (p.index * PARTITION) as isize) as f32;
+    for x in vectors::<S>(sees) {
+        // SAFETY: the vector is inside the partition.
+        unsafe {
+            let at = scores.add(x * S::LANES);
+            let mut score = s.load(at);
+            if F::QUANTIZED {
+                let scale = s.load(p.tiles.key_scales.add(x * S::LANES));
+                let unit = s.mul(scale, s.splat(row.quantum));
+                score = s.mul(s.to_f32(s.load_i32(at)), unit);
+            }
+            if let Some(cap) = softcap {
+                score = s.mul(tanh(s, s.div(score, s.splat(cap))), s.splat(cap));
+            }
+            if alibi {
+                let lane = s.add(s.load(LANE.as_ptr()), s.splat((x * S::LANES) as f32));
+                let (from, to) = (s.splat(distance), lane);
+                let apart = s.max(s.sub(from, to), s.sub(to, from));
+                score = s.fma(apart, s.splat(-row.alibi_slope), score);
+            }
+            s.store(at, score);
+        }
+    }
+}
+
+/// One row's scores to weights, in place; returns their maximum, the weights' sum, and what one unit of a quantized
+/// weight stands for. Hidden slots of vectors that it sees a part of get weight 0.
+///
+/// # Safety
+/// `scores` has a partition of them, `sees` is inside the partition.
+#[inline(always)]
+pub(super) unsafe fn weights<S: Simd, F: Format>(
+    s: S,
+    tiles: &Tiles,
+    scores: *mut f32,
+    sees: &Range<usize>,
+) -> (f32, f32, f32) {
+    if sees.is_empty() {
+        return (f32::NEG_INFINITY, 0.0, 0.0);
+    }
+    let hidden = s.splat(f32::NEG_INFINITY);
+    let all = vectors::<S>(sees);
+    // SAFETY: inside the partition's scores. Smaller weights are written below the scores still to be read.
+    unsafe {
+        for x in [all.start, all.end - 1] {
+            let at = scores.add(x * S::LANES);
+            let (from, until) = seen_lanes::<S>(sees, x);
+            s.store(at, s.select_lanes(from, until, s.load(at), hidden));
+        }
+        let mut m = hidden;
+        for x in all.clone() {
+            m = s.max(m, s.load(scores.add(x * S::LANES)));
+        }
+        let m = s.maximum(m);
+        let mut l = s.splat(0.0);
+        for x in all.clone() {
+            let at = scores.add(x * S::LANES);
+            let weight = exp(s, s.sub(s.load(at), s.splat(m)));
+            l = s.add(l, weight);
+            if F::QUANTIZED {
+                s.store(at, weight);
+            } else {
+                F::store_weights(s, scores.cast(), x * S::LANES, weight);
+            }
+        }
+        let quantum = if F::QUANTIZED {
+            quantize::<S, F>(s, tiles.value_scales, scores, sees)
+        } else {
+            1.0
+        };
+        (m, s.sum(l), quantum)
+    }
+}
+
+/// Lanes of vector `x` that are seen.
+#[inline(always)]
+fn seen_lanes<S: Simd>(sees: &Range<usize>, x: usize) -> (usize, usize) {
+    let first = x * S::LANES;
+    (
+        sees.start.saturating_sub(first),
+        (sees.end - first).min(S::LANES),
+    )
+}
+
+/// Multiplies weights by the scales of their values, and quantizes the products; returns their unit.
+#[inline(always)]
+unsafe fn quantize<S: Simd, F: Format>(
+    s: S,
+    scales: *const f32,
+    weights: *mut f32,
+    sees: &Range<usize>,
+) -> f32 {
+    let zero = s.splat(0.0);
+    let (mut largest, mut bad) = (zero, zero);
+    // SAFETY: the caller's promise.
+    unsafe {
+        for x in vectors::<S>(sees) {
+            let at = weights.add(x * S::LANES);
+            let (from, until) = seen_lanes::<S>(sees, x);
+            let product = s.mul(s.load(at), s.load(scales.add(x * S::LANES)));
+            let product = s.select_lanes(from, until, product, zero);
+            largest = s.max(largest, product);
+            bad = s.fma(product, zero, bad);
+            s.store(at, product);
+        }
+        // Far below what a weight can stand for, and yet its inverse is finite.
+        let largest = s.maximum(largest).max(f32::MIN_POSITIVE * 1e6);
+        let inverse = s.splat(MAX_WEIGHT / largest);
+        for x in vectors::<S>(sees) {
+            let product = s.load(weights.add(x * S::LANES));
+            F::store_weights(s, weights.cast(), x * S::LANES, s.mul(product, inverse));
+        }
+        // NaN and infinities are not lost: 0 times either is NaN.
+        largest / MAX_WEIGHT + s.sum(bad)
+    }
+}
