@@ -12,7 +12,7 @@
 mod call;
 mod format;
 mod item;
-mod kernel;
+pub mod kernel;
 mod layout;
 mod merge;
 pub mod naive;

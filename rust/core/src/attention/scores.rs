@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::format::{Format, Parts};
-use super::kernel::{Partition, SCORES};
+use super::kernel::{FEW_ROWS, Partition, SCORES};
 use super::layout::TILE;
 
 /// Scores of all vectors of tokens that touch `seen`; hidden ones come out as anything.
@@ -59,11 +59,17 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize>(
             }
         }
         ahead[begun..].fill(k[0]);
+        // Many rows read K from the second-level cache, and have time to ask for what comes next.
+        let after = (x + V) * S::LANES / TILE - p.tiles.first;
+        let near = p.tiles.key(after.min(p.tiles.count - 1));
 
         let mut acc = [[F::zero(s); V]; R];
         for step in 0..p.steps {
             for to in &ahead[..prefetches] {
                 s.prefetch(to.wrapping_add(step * row));
+            }
+            if R > FEW_ROWS {
+                s.prefetch_near(near.wrapping_add(step * row));
             }
             for part in 0..parts {
                 let mut a = [F::splat(s, 0); V];

@@ -11,11 +11,14 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::format::{Format, Parts};
-use super::kernel::{Partition, SCORES};
+use super::kernel::{FEW_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::PARTITION;
 use super::tiles::TILES;
+
+/// Bytes of V that few rows read before their sums change: they stay in the first-level cache.
+const RUN_BYTES: usize = 8 * 1024;
 
 /// How many vectors of dimensions may be in flight at once.
 struct Widest<S, F, const R: usize>(PhantomData<(S, F)>);
@@ -49,30 +52,51 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
     }
     let from = from.div_ceil(F::STEP).clamp(some.start, some.end);
     let all = from..(until / F::STEP).clamp(from, some.end);
-    let chunk = Chunk { p, some, all, sees };
-
-    // Few rows read V from memory: tile by tile, in its order. Many rows read it from L2 and keep their sums.
-    let run = if R <= 4 { 1 } else { TILES };
+    let steps = TILE / F::STEP;
+    let spans: [Span; TILES] = std::array::from_fn(|tile| {
+        let first = (p.tiles.first + tile) * steps;
+        let clip = |x: usize| x.clamp(first, first + steps) - first;
+        Span {
+            some: clip(some.start)..clip(some.end),
+            all: clip(all.start)..clip(all.end),
+        }
+    });
+    // Few rows read V from memory: some tiles at a time, in its order. Many rows read it from L2 and keep their sums.
+    let tile_bytes = p.width * TILE * F::LANE / F::STEP;
+    let run = if R <= FEW_ROWS {
+        (RUN_BYTES / tile_bytes).clamp(1, TILES)
+    } else {
+        TILES
+    };
     let vectors = p.width / S::LANES;
+    let chunks = vectors.div_ceil(Widest::<S, F, R>::WIDTH);
     for start in (0..p.tiles.count).step_by(run) {
-        let tiles = start..(start + run).min(p.tiles.count);
         let mut c = 0;
-        while c < vectors {
-            let even = (vectors - c).div_ceil((vectors - c).div_ceil(Widest::<S, F, R>::WIDTH));
-            macro_rules! widest {
+        for i in 0..chunks {
+            let width = (vectors - c).div_ceil(chunks - i);
+            let chunk = Chunk {
+                p,
+                sees,
+                spans: &spans,
+                tiles: start..(start + run).min(p.tiles.count),
+                number: i,
+                chunks,
+                share: (tile_bytes / chunks).next_multiple_of(64),
+            };
+            macro_rules! pick {
                 ($($width:literal),*) => {
                     // SAFETY: the caller's promise.
                     unsafe {
-                        $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width <= even {
-                            chunk.run::<S, F, $width>(s, &tiles, c);
-                            c += $width;
+                        $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width == width {
+                            chunk.run::<S, F, $width>(s, c);
                         } else)* {
-                            unreachable!("a width of 1 fits");
+                            unreachable!("{width} vectors do not fit the registers");
                         }
                     }
                 };
             }
-            widest!(8, 6, 4, 3, 2, 1);
+            pick!(8, 7, 6, 5, 4, 3, 2, 1);
+            c += width;
         }
     }
     if F::QUANTIZED {
@@ -88,17 +112,34 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
     }
 }
 
-/// Vectors of dimensions, all rows, a run of tiles.
-struct Chunk<'a, const R: usize> {
-    p: &'a Partition<'a>,
+/// A tile of V, from a chunk's columns on; and what to prefetch meanwhile, to the first and the second-level cache.
+struct Value {
+    tile: *const u8,
+    near: *const u8,
+    ahead: *const u8,
+}
+
+/// Steps of a tile that some row sees, and among them those that all rows (that see anything) see wholly.
+struct Span {
     some: Range<usize>,
     all: Range<usize>,
+}
+
+/// Some columns of a run of tiles, and all rows.
+struct Chunk<'a, const R: usize> {
+    p: &'a Partition<'a>,
     sees: &'a [Range<usize>; R],
+    spans: &'a [Span; TILES],
+    tiles: Range<usize>,
+    /// Which one of how many chunks of columns it is, and their share of a tile to prefetch, in bytes.
+    number: usize,
+    chunks: usize,
+    share: usize,
 }
 
 impl<const R: usize> Chunk<'_, R> {
     #[inline(always)]
-    unsafe fn run<S: Simd, F: Format, const C: usize>(&self, s: S, tiles: &Range<usize>, c: usize) {
+    unsafe fn run<S: Simd, F: Format, const C: usize>(&self, s: S, c: usize) {
         let p = self.p;
         let steps = TILE / F::STEP;
         let column = c * S::LANES * F::LANE;
@@ -110,35 +151,29 @@ impl<const R: usize> Chunk<'_, R> {
                     .add((c + v) * S::LANES)
             };
             let mut acc = [[F::zero(s); C]; R];
-            if tiles.start > 0 {
+            if self.tiles.start > 0 {
                 for r in 0..R {
                     for v in 0..C {
                         acc[r][v] = F::load_sum(s, sum(r, v));
                     }
                 }
             }
-            for tile in tiles.clone() {
-                let v = p.tiles.value(tile).add(column);
-                // A tile's chunks walk down its columns, but ask for the tile ahead in the order of memory.
-                let ahead = p.tiles.ahead_of_value(tile).wrapping_add(column * steps);
+            for (i, tile) in self.tiles.clone().enumerate() {
+                let v = self.value(tile, i, column);
                 let first = (p.tiles.first + tile) * steps;
-                let clip = |x: usize| x.clamp(first, first + steps) - first;
-                let (some, all) = (
-                    clip(self.some.start)..clip(self.some.end),
-                    clip(self.all.start)..clip(self.all.end),
-                );
+                let Span { some, all } = &self.spans[tile];
                 let words = p.scores.cast::<u32>().add(first * Parts::<S, F>::COUNT);
                 if all.len() == steps {
                     // A constant count of steps is worth a loop of its own.
                     for t in 0..steps {
-                        self.step::<S, F, C>(s, &mut acc, v, ahead, words, t);
+                        self.step::<S, F, C>(s, &mut acc, &v, words, t);
                     }
                 } else {
-                    self.masked::<S, F, C>(s, &mut acc, v, words, first, some.start..all.start);
+                    self.masked::<S, F, C>(s, &mut acc, &v, words, first, some.start..all.start);
                     for t in all.clone() {
-                        self.step::<S, F, C>(s, &mut acc, v, ahead, words, t);
+                        self.step::<S, F, C>(s, &mut acc, &v, words, t);
                     }
-                    self.masked::<S, F, C>(s, &mut acc, v, words, first, all.end..some.end);
+                    self.masked::<S, F, C>(s, &mut acc, &v, words, first, all.end..some.end);
                 }
             }
             for r in 0..R {
@@ -149,21 +184,48 @@ impl<const R: usize> Chunk<'_, R> {
         }
     }
 
+    /// The `i`-th tile of the run, from `column` on.
+    #[inline(always)]
+    fn value(&self, tile: usize, i: usize, column: usize) -> Value {
+        let tiles = &self.p.tiles;
+        // Chunks walk down columns. Where those come from memory, they ask for the next ones in its order, each chunk of
+        // each tile for its share.
+        let turn = self.number * self.tiles.len() + i;
+        let (other, offset) = (turn / self.chunks, turn % self.chunks * self.share);
+        let ahead = tiles.ahead_of_value(self.tiles.start + other);
+        let near = if R <= FEW_ROWS {
+            let next = (self.tiles.end + other).min(tiles.count - 1);
+            tiles.value(next).wrapping_add(offset)
+        } else {
+            tiles.value((tile + 1).min(tiles.count - 1)).wrapping_add(column)
+        };
+        Value {
+            tile: tiles.value(tile).wrapping_add(column),
+            near,
+            ahead: ahead.wrapping_add(offset),
+        }
+    }
+
     /// One step that all rows see.
     #[inline(always)]
     unsafe fn step<S: Simd, F: Format, const C: usize>(
         &self,
         s: S,
         acc: &mut [[F::Sum<S>; C]; R],
-        v: *const u8,
-        ahead: *const u8,
+        v: &Value,
         words: *const u32,
         t: usize,
     ) {
         let parts = Parts::<S, F>::COUNT;
         let bytes = C * S::LANES * F::LANE;
         for line in (0..bytes).step_by(64) {
-            s.prefetch(ahead.wrapping_add(t * bytes + line));
+            s.prefetch(v.ahead.wrapping_add(t * bytes + line));
+            let row = if R <= FEW_ROWS {
+                bytes
+            } else {
+                self.p.tiles.value_row
+            };
+            s.prefetch_near(v.near.wrapping_add(t * row + line));
         }
         // SAFETY: the caller's promise.
         unsafe {
@@ -171,7 +233,7 @@ impl<const R: usize> Chunk<'_, R> {
                 let mut a = [F::splat(s, 0); C];
                 for c in 0..C {
                     let at = t * self.p.tiles.value_row + c * S::LANES * F::LANE;
-                    a[c] = F::load(s, v.add(at), part);
+                    a[c] = F::load(s, v.tile.add(at), part);
                 }
                 for r in 0..R {
                     let weight = F::splat(s, *words.add(r * SCORES + t * parts + part));
@@ -189,7 +251,7 @@ impl<const R: usize> Chunk<'_, R> {
         &self,
         s: S,
         acc: &mut [[F::Sum<S>; C]; R],
-        v: *const u8,
+        v: &Value,
         words: *const u32,
         first: usize,
         steps: Range<usize>,
@@ -201,7 +263,7 @@ impl<const R: usize> Chunk<'_, R> {
                 let mut a = [F::splat(s, 0); C];
                 for c in 0..C {
                     let at = t * self.p.tiles.value_row + c * S::LANES * F::LANE;
-                    a[c] = F::load(s, v.add(at), part);
+                    a[c] = F::load(s, v.tile.add(at), part);
                 }
                 let token = (first + t) * F::STEP;
                 for r in 0..R {

@@ -91,10 +91,13 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
             let (from, until) = seen_lanes::<S>(sees, x);
             s.store(at, s.select_lanes(from, until, s.load(at), hidden));
         }
-        let mut m = hidden;
+        // Maxima do not depend on their order: four chains, for speed.
+        let mut most = [hidden; 4];
         for x in all.clone() {
-            m = s.max(m, s.load(scores.add(x * S::LANES)));
+            let lane = &mut most[x % 4];
+            *lane = s.max(*lane, s.load(scores.add(x * S::LANES)));
         }
+        let m = s.max(s.max(most[0], most[1]), s.max(most[2], most[3]));
         let m = s.maximum(m);
         let mut l = s.splat(0.0);
         for x in all.clone() {

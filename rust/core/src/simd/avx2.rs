@@ -73,6 +73,10 @@ impl Simd for Avx2 {
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
+    #[inline(always)]
+    fn prefetch_near(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) };
+    }
 
     #[inline(always)]
     fn splat(self, a: f32) -> __m256 {

@@ -72,6 +72,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn prefetch(self, p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
     }
+    #[inline(always)]
+    fn prefetch_near(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) };
+    }
 
     #[inline(always)]
     fn splat(self, a: f32) -> __m512 {

@@ -55,6 +55,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_f16(self, p: *const u16) -> Self::F32;
     /// Asks for the cache line at `p` into the second-level cache. Any address is allowed.
     fn prefetch(self, p: *const u8);
+    /// The same, into the first-level cache.
+    fn prefetch_near(self, p: *const u8);
 
     fn splat(self, a: f32) -> Self::F32;
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;

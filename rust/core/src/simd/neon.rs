@@ -66,6 +66,13 @@ impl Simd for Neon {
             asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags));
         };
     }
+    #[inline(always)]
+    fn prefetch_near(self, p: *const u8) {
+        // As above.
+        unsafe {
+            asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags));
+        };
+    }
 
     #[inline(always)]
     fn splat(self, a: f32) -> float32x4_t {

@@ -52,6 +52,8 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     fn prefetch(self, _: *const u8) {}
+    #[inline(always)]
+    fn prefetch_near(self, _: *const u8) {}
 
     #[inline(always)]
     fn splat(self, a: f32) -> V {
