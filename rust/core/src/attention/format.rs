@@ -12,8 +12,6 @@
 
 use std::marker::PhantomData;
 
-use half::bf16;
-
 use crate::simd::Simd;
 
 use super::layout::KvDtype;
@@ -73,9 +71,7 @@ pub(super) trait Format: Copy + Send + Sync + 'static {
         first: bool,
         last: bool,
     ) -> Option<Self::Operand<S>>;
-    /// The words of one step of a query, whose elements are `get(i)`; 0 beyond the end.
-    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2];
-    /// Stores weights as words of a row; `at` is the first one's token.
+    /// Stores weights (or a query's elements) as words of a row; `at` is the first one's token (or dimension).
     unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32);
 }
 
@@ -129,10 +125,6 @@ macro_rules! single {
                 first.then_some(a)
             }
             #[inline(always)]
-            fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
-                [get(step).to_bits(), 0]
-            }
-            #[inline(always)]
             unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
                 // SAFETY: the caller's promise.
                 unsafe { s.store(words.cast::<f32>().add(at), weights) };
@@ -173,10 +165,6 @@ impl Format for Bf16 {
             (_, false, false) => None,
             _ => Some(s.keep_bf16(a, last)),
         }
-    }
-    #[inline(always)]
-    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
-        S::bf16_words([2 * step, 2 * step + 1].map(|i| bf16::from_f32(get(i)).to_bits()))
     }
     #[inline(always)]
     unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
@@ -225,11 +213,6 @@ impl Format for Int8 {
     fn seen<S: Simd>(_: S, a: S::I32, _: usize, _: bool, _: bool) -> Option<S::I32> {
         // Hidden weights are 0, and 0 times an integer is.
         Some(a)
-    }
-    #[inline(always)]
-    fn words<S: Simd>(get: impl Fn(usize) -> f32, step: usize) -> [u32; 2] {
-        let quantized = |i: usize| u32::from(get(4 * step + i).round_ties_even() as i16 as u16);
-        [0, 1].map(|part| quantized(part) | quantized(part + 2) << 16)
     }
     #[inline(always)]
     unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {

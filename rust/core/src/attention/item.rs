@@ -2,6 +2,7 @@
 //! the results.
 
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::simd::{Kernel, Simd};
@@ -11,7 +12,7 @@ use super::format::{Format, Parts};
 use super::kernel::{MAX_ROWS, Partition, SCORES};
 use super::merge::Record;
 use super::plan::{Item, Unit};
-use super::rows::{Row, RowTile, cut_rows, gather_rows, pack_query};
+use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows};
 use super::scratch::{Buffer, padded};
 use super::tiles::{Source, TileBuffers};
 
@@ -20,6 +21,8 @@ use super::tiles::{Source, TileBuffers};
 struct Workspace {
     rows: Vec<Row>,
     row_tiles: Vec<RowTile>,
+    row: Buffer,
+    row_words: Buffer,
     query: Buffer,
     states: Buffer,
     parts: Buffer,
@@ -75,13 +78,21 @@ fn run_item<'a, S: Simd, F: Format>(
     let states = w.states.floats(w.rows.len() * Record::floats(width));
     let parts = w.parts.floats(MAX_ROWS * Record::floats(width));
     let scores = w.scores.floats(MAX_ROWS * SCORES);
+    let (row, row_words) = (w.row.floats(width), w.row_words.floats(width).cast());
     for tile in &w.row_tiles {
-        let packed = query.wrapping_add(tile.query);
-        // SAFETY: the buffer was just made that large.
-        unsafe { pack_query::<S, F>(call, &mut w.rows, tile, packed) };
+        s.vectorize(PackQuery::<F> {
+            scale: call.options.scale,
+            head_dim: dim,
+            rows: &mut w.rows[tile.rows.clone()],
+            kernel_rows: tile.kernel_rows,
+            row,
+            words: row_words,
+            packed: query.wrapping_add(tile.query),
+            format: PhantomData,
+        });
     }
     for i in 0..w.rows.len() {
-        // SAFETY: as above.
+        // SAFETY: the buffer was just made that large.
         unsafe { Record::at(states, width, i).clear() };
     }
 

@@ -125,7 +125,17 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
             let t2 = core::arch::x86_64::_rdtsc();
             values::<S, F, R>(s, &p, &seen, &sees, &quanta);
             let t3 = core::arch::x86_64::_rdtsc();
-            for (i, d) in [t1 - t0, t2 - t1, t3 - t2, t0 - LAST.with(|l| if l.get() == 0 { t0 } else { l.get() })].into_iter().enumerate() { CYC[i].fetch_add(d, std::sync::atomic::Ordering::Relaxed); }
+            for (i, d) in [
+                t1 - t0,
+                t2 - t1,
+                t3 - t2,
+                t0 - LAST.with(|l| if l.get() == 0 { t0 } else { l.get() }),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                CYC[i].fetch_add(d, std::sync::atomic::Ordering::Relaxed);
+            }
             LAST.with(|l| l.set(t3));
             if let Some(states) = p.states {
                 for r in 0..p.rows.len() {
@@ -137,4 +147,5 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
 }
 
 thread_local! { static LAST: std::cell::Cell<u64> = const { std::cell::Cell::new(0) }; }
-pub static CYC: [std::sync::atomic::AtomicU64; 4] = [const { std::sync::atomic::AtomicU64::new(0) }; 4];
+pub static CYC: [std::sync::atomic::AtomicU64; 4] =
+    [const { std::sync::atomic::AtomicU64::new(0) }; 4];

@@ -1,9 +1,10 @@
 //! The query rows of an item: where each is, what it sees, where its result goes; and their queries, packed for the
 //! micro-kernel.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::simd::Simd;
+use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
 use super::format::{Format, Parts, max_query};
@@ -98,46 +99,97 @@ pub(super) fn cut_rows<S: Simd>(rows: usize, words: usize, tiles: &mut Vec<RowTi
 }
 
 /// Packs the queries of a row tile, scaled, as `[steps][parts][kernel_rows]` words. Rows that do not exist are zero.
-///
-/// # Safety
-/// `packed` has room for them.
-#[inline(always)]
-pub(super) unsafe fn pack_query<S: Simd, F: Format>(
-    call: &Call<'_>,
-    rows: &mut [Row],
-    tile: &RowTile,
-    packed: *mut u32,
-) {
-    let dim = call.plan.shape().head_dim;
-    let (steps, parts) = (dim.div_ceil(F::STEP), Parts::<S, F>::COUNT);
-    let rows = &mut rows[tile.rows.clone()];
-    for r in 0..tile.kernel_rows {
-        let Some(row) = rows.get_mut(r) else {
-            for i in 0..steps * parts {
-                // SAFETY: the caller's promise.
-                unsafe { *packed.add(i * tile.kernel_rows + r) = 0 };
+pub(super) struct PackQuery<'a, F> {
+    pub(super) scale: f32,
+    pub(super) head_dim: usize,
+    /// Rows of the tile, and how many its kernel has.
+    pub(super) rows: &'a mut [Row],
+    pub(super) kernel_rows: usize,
+    /// A row of `padded(head_dim)` floats, and one of as many words.
+    pub(super) row: *mut f32,
+    pub(super) words: *mut u32,
+    pub(super) packed: *mut u32,
+    pub(super) format: PhantomData<F>,
+}
+
+impl<F: Format> Kernel for PackQuery<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let words = self.head_dim.div_ceil(F::STEP) * Parts::<S, F>::COUNT;
+        let width = padded(self.head_dim);
+        for r in 0..self.kernel_rows {
+            // SAFETY: the rows have `head_dim` elements, the buffers what the fields say.
+            unsafe {
+                if let Some(row) = self.rows.get(r) {
+                    self.scale_row(s, row.query);
+                    let mut units = 1.0;
+                    if F::QUANTIZED {
+                        (units, self.rows[r].quantum) = self.quantize(s);
+                    }
+                    for d in (0..width).step_by(S::LANES) {
+                        let x = s.mul(s.load(self.row.add(d)), s.splat(units));
+                        F::store_weights(s, self.words, d, x);
+                    }
+                } else {
+                    self.words.write_bytes(0, words);
+                }
+                let mut to = self.packed.add(r);
+                for i in 0..words {
+                    *to = *self.words.add(i);
+                    to = to.wrapping_add(self.kernel_rows);
+                }
             }
-            continue;
-        };
-        let query = row.query;
-        // SAFETY: the row has `head_dim` elements.
-        let element = |d: usize| unsafe { query.add(d).read_unaligned() } * call.options.scale;
-        let mut units = 1.0;
-        if F::QUANTIZED {
-            let largest = (0..dim).fold(0.0, |m: f32, d| m.max(element(d).abs()));
-            // Infinity and NaN are not lost: 0 times either is NaN.
-            let bad: f32 = (0..dim).map(|d| element(d) * 0.0).sum();
-            let largest = largest.max(f32::MIN_POSITIVE * 1e6);
-            units = max_query(dim) / largest;
-            row.quantum = largest / max_query(dim) + bad;
         }
-        let get = |d: usize| if d < dim { element(d) * units } else { 0.0 };
-        for step in 0..steps {
-            let words = F::words::<S>(get, step);
-            for (part, word) in words[..parts].iter().enumerate() {
-                // SAFETY: the caller's promise.
-                unsafe { *packed.add((step * parts + part) * tile.kernel_rows + r) = *word };
+    }
+}
+
+impl<F> PackQuery<'_, F> {
+    /// Scales a query into the row, and pads it with zeros.
+    #[inline(always)]
+    unsafe fn scale_row<S: Simd>(&self, s: S, query: *const f32) {
+        let whole = self.head_dim / S::LANES * S::LANES;
+        let mut bad = s.splat(0.0);
+        // SAFETY: inside the query and the row.
+        unsafe {
+            for d in (0..whole).step_by(S::LANES) {
+                let x = s.mul(s.load(query.add(d)), s.splat(self.scale));
+                bad = s.fma(x, s.splat(0.0), bad);
+                s.store(self.row.add(d), x);
+            }
+            for d in whole..padded(self.head_dim) {
+                *self.row.add(d) = if d < self.head_dim {
+                    query.add(d).read_unaligned() * self.scale
+                } else {
+                    0.0
+                };
+            }
+            if whole < self.head_dim || s.sum(bad).is_nan() {
+                for d in 0..self.head_dim {
+                    // One kind of NaN, which no rounding turns into a number.
+                    let x = &mut *self.row.add(d);
+                    *x = if x.is_nan() { f32::NAN } else { *x };
+                }
             }
         }
+    }
+
+    /// How many units there are in 1 of the row's elements, and what one stands for.
+    #[inline(always)]
+    unsafe fn quantize<S: Simd>(&self, s: S) -> (f32, f32) {
+        let zero = s.splat(0.0);
+        let (mut largest, mut bad) = (zero, zero);
+        for d in (0..padded(self.head_dim)).step_by(S::LANES) {
+            // SAFETY: inside the row.
+            let x = unsafe { s.load(self.row.add(d)) };
+            largest = s.max(largest, s.max(x, s.sub(zero, x)));
+            bad = s.fma(x, zero, bad);
+        }
+        // Far below what a query can stand for, and yet its inverse is finite.
+        let largest = s.maximum(largest).max(f32::MIN_POSITIVE * 1e6);
+        let most = max_query(self.head_dim);
+        // NaN and infinities are not lost: 0 times either is NaN.
+        (most / largest, largest / most + s.sum(bad))
     }
 }

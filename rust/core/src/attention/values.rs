@@ -197,7 +197,9 @@ impl<const R: usize> Chunk<'_, R> {
             let next = (self.tiles.end + other).min(tiles.count - 1);
             tiles.value(next).wrapping_add(offset)
         } else {
-            tiles.value((tile + 1).min(tiles.count - 1)).wrapping_add(column)
+            tiles
+                .value((tile + 1).min(tiles.count - 1))
+                .wrapping_add(column)
         };
         Value {
             tile: tiles.value(tile).wrapping_add(column),

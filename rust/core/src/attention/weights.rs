@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use crate::simd::{MAX_LANES, Simd, exp, tanh};
+use crate::simd::{MAX_LANES, Simd, exps, tanh};
 
 use super::format::{Format, MAX_WEIGHT};
 use super::kernel::Partition;
@@ -92,23 +92,40 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
             s.store(at, s.select_lanes(from, until, s.load(at), hidden));
         }
         // Maxima do not depend on their order: four chains, for speed.
-        let mut most = [hidden; 4];
-        for x in all.clone() {
-            let lane = &mut most[x % 4];
-            *lane = s.max(*lane, s.load(scores.add(x * S::LANES)));
+        let load = |x: usize| s.load(scores.add(x * S::LANES));
+        let (mut most, mut x) = ([hidden; 4], all.start);
+        while x + 4 <= all.end {
+            for (i, most) in most.iter_mut().enumerate() {
+                *most = s.max(*most, load(x + i));
+            }
+            x += 4;
+        }
+        for x in x..all.end {
+            most[0] = s.max(most[0], load(x));
         }
         let m = s.max(s.max(most[0], most[1]), s.max(most[2], most[3]));
         let m = s.maximum(m);
         let mut l = s.splat(0.0);
-        for x in all.clone() {
-            let at = scores.add(x * S::LANES);
-            let weight = exp(s, s.sub(s.load(at), s.splat(m)));
+        let mut finish = |x: usize, weight: S::F32| {
             l = s.add(l, weight);
             if F::QUANTIZED {
-                s.store(at, weight);
+                s.store(scores.add(x * S::LANES), weight);
             } else {
                 F::store_weights(s, scores.cast(), x * S::LANES, weight);
             }
+        };
+        let distance = |x: usize| s.sub(load(x), s.splat(m));
+        let mut x = all.start;
+        while x + 4 <= all.end {
+            let weights = exps(s, [0, 1, 2, 3].map(|i| distance(x + i)));
+            weights
+                .into_iter()
+                .enumerate()
+                .for_each(|(i, weight)| finish(x + i, weight));
+            x += 4;
+        }
+        for x in x..all.end {
+            finish(x, exps(s, [distance(x)])[0]);
         }
         let quantum = if F::QUANTIZED {
             quantize::<S, F>(s, tiles.value_scales, scores, sees)

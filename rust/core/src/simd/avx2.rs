@@ -176,10 +176,6 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
-        [u32::from(first) << 16, u32::from(second) << 16]
-    }
-    #[inline(always)]
     fn splat_bf16(self, word: u32) -> __m256 {
         self.splat(f32::from_bits(word))
     }

@@ -170,15 +170,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
-        let (first, second) = (u32::from(first), u32::from(second) << 16);
-        if BF16 {
-            [first | second, 0]
-        } else {
-            [first << 16, second]
-        }
-    }
-    #[inline(always)]
     fn splat_bf16(self, word: u32) -> __m512i {
         self.splat_i32(word)
     }

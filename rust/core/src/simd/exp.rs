@@ -22,14 +22,23 @@ const COEFFICIENTS: [f32; 6] = [
 /// e^x for x <= 0, within about 2 ulp; 0 below -87 (also for -inf), NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let n = s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E)));
-    let f = s.fma(n, s.splat(-LN2_HIGH), x);
-    let f = s.fma(n, s.splat(-LN2_LOW), f);
-    let mut p = s.splat(COEFFICIENTS[0]);
-    for c in &COEFFICIENTS[1..] {
-        p = s.fma(p, f, s.splat(*c));
+    exps(s, [x])[0]
+}
+
+/// The same of several vectors, step by step: so many chains of dependent instructions hide their latency.
+#[inline(always)]
+pub(crate) fn exps<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> [S::F32; N] {
+    let n = x.map(|x| s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E))));
+    let mut f = x;
+    for part in [LN2_HIGH, LN2_LOW] {
+        f = std::array::from_fn(|i| s.fma(n[i], s.splat(-part), f[i]));
     }
-    s.select_below(x, UNDERFLOW, s.splat(0.0), s.scale(p, n))
+    let mut p = [s.splat(COEFFICIENTS[0]); N];
+    for c in &COEFFICIENTS[1..] {
+        p = std::array::from_fn(|i| s.fma(p[i], f[i], s.splat(*c)));
+    }
+    let power = std::array::from_fn::<_, N, _>(|i| s.scale(p[i], n[i]));
+    std::array::from_fn(|i| s.select_below(x[i], UNDERFLOW, s.splat(0.0), power[i]))
 }
 
 /// Up to this magnitude tanh is a polynomial: beyond it, nothing cancels in `1 - e^-2x`.

@@ -20,7 +20,7 @@ mod scalar;
 use std::fmt;
 use std::sync::OnceLock;
 
-pub(crate) use exp::{exp, tanh};
+pub(crate) use exp::{exp, exps, tanh};
 
 use crate::{Error, Result};
 
@@ -86,8 +86,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
     /// Part `part` of `LANES` pairs of bf16.
     unsafe fn load_bf16(self, p: *const u8, part: usize) -> Self::Bf16;
-    /// The words that [`Simd::splat_bf16`] takes for the parts of one pair, which are the bits of two bf16.
-    fn bf16_words(pair: [u16; 2]) -> [u32; 2];
+    /// A word as [`Simd::store_bf16`] makes them.
     fn splat_bf16(self, word: u32) -> Self::Bf16;
     /// `c + a * b`, or where there is one part `c + a.0 * b.0 + a.1 * b.1`, as the instruction set does it.
     fn dot_bf16(self, a: Self::Bf16, b: Self::Bf16, c: Self::F32) -> Self::F32;

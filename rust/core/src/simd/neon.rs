@@ -163,10 +163,6 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
-        [u32::from(first) << 16, u32::from(second) << 16]
-    }
-    #[inline(always)]
     fn splat_bf16(self, word: u32) -> float32x4_t {
         self.splat(f32::from_bits(word))
     }

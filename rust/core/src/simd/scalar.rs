@@ -128,10 +128,6 @@ impl Simd for Scalar {
         pairs.map(|pair| f32::from_bits(u32::from(pair[part]) << 16))
     }
     #[inline(always)]
-    fn bf16_words([first, second]: [u16; 2]) -> [u32; 2] {
-        [u32::from(first) << 16, u32::from(second) << 16]
-    }
-    #[inline(always)]
     fn splat_bf16(self, word: u32) -> V {
         self.splat(f32::from_bits(word))
     }
