@@ -111,9 +111,7 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 }
                 return;
             }
-            let t0 = core::arch::x86_64::_rdtsc();
             scores::<S, F, R, V>(s, &p, &seen);
-            let t1 = core::arch::x86_64::_rdtsc();
             let mut quanta = [1.0; R];
             for (r, row) in p.rows.iter().take(R).enumerate() {
                 let scores = p.scores.add(r * SCORES);
@@ -122,21 +120,7 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 record(r).set_statistics(m, l);
                 quanta[r] = quantum;
             }
-            let t2 = core::arch::x86_64::_rdtsc();
             values::<S, F, R>(s, &p, &seen, &sees, &quanta);
-            let t3 = core::arch::x86_64::_rdtsc();
-            for (i, d) in [
-                t1 - t0,
-                t2 - t1,
-                t3 - t2,
-                t0 - LAST.with(|l| if l.get() == 0 { t0 } else { l.get() }),
-            ]
-            .into_iter()
-            .enumerate()
-            {
-                CYC[i].fetch_add(d, std::sync::atomic::Ordering::Relaxed);
-            }
-            LAST.with(|l| l.set(t3));
             if let Some(states) = p.states {
                 for r in 0..p.rows.len() {
                     states.next(r).fold(s, record(r));
@@ -145,7 +129,3 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
         }
     }
 }
-
-thread_local! { static LAST: std::cell::Cell<u64> = const { std::cell::Cell::new(0) }; }
-pub static CYC: [std::sync::atomic::AtomicU64; 4] =
-    [const { std::sync::atomic::AtomicU64::new(0) }; 4];

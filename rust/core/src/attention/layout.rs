@@ -369,9 +369,30 @@ pub(crate) struct Walk {
 }
 
 impl Walk {
-    #[inline(always)]
-    pub(crate) fn at(&self, dim: usize) -> isize {
+    fn at(&self, dim: usize) -> isize {
         self.start + (dim / self.step * self.outer + dim % self.step * self.inner) as isize
+    }
+
+    /// Writes a token's elements; `head` is the start of its (block, head).
+    ///
+    /// # Safety
+    /// They are the token's, all of them, and writable.
+    pub(crate) unsafe fn scatter<T: Copy>(&self, elements: &[T], head: *mut u8) {
+        let contiguous = self.inner == size_of::<T>() && self.outer == self.step * self.inner;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut to = head.offset(self.start);
+            if contiguous {
+                to.copy_from_nonoverlapping(elements.as_ptr().cast(), size_of_val(elements));
+                return;
+            }
+            for step in elements.chunks(self.step) {
+                for (i, element) in step.iter().enumerate() {
+                    to.add(i * self.inner).cast::<T>().write_unaligned(*element);
+                }
+                to = to.wrapping_add(self.outer);
+            }
+        }
     }
 }
 

@@ -12,7 +12,7 @@
 mod call;
 mod format;
 mod item;
-pub mod kernel;
+mod kernel;
 mod layout;
 mod merge;
 pub mod naive;

@@ -1,5 +1,6 @@
 //! Filling the cache: new keys and values into slots, whole blocks onto others.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::layout::{KvDtype, KvLayer, Side, Vectors};
@@ -45,24 +46,42 @@ pub fn write_kv(
         // SAFETY: shapes and slots were checked; the layer is writable by the promise of `KvLayer::new`.
         unsafe {
             match spec.dtype {
-                KvDtype::F32 => write(layer, side, rows, slots, |x| x),
-                KvDtype::F16 => write(layer, side, rows, slots, |x| f16::from_f32(x).to_bits()),
-                KvDtype::Bf16 => write(layer, side, rows, slots, |x| bf16::from_f32(x).to_bits()),
-                KvDtype::Int8 => write_quantized(layer, side, rows, slots),
+                KvDtype::F32 => write(layer, side, rows, slots, |from, to: &mut [f32], _| {
+                    to.copy_from_slice(from);
+                }),
+                KvDtype::F16 => write(layer, side, rows, slots, |from, to: &mut [f16], _| {
+                    to.convert_from_f32_slice(from);
+                }),
+                KvDtype::Bf16 => write(layer, side, rows, slots, |from, to: &mut [bf16], _| {
+                    to.convert_from_f32_slice(from);
+                }),
+                KvDtype::Int8 => write(
+                    layer,
+                    side,
+                    rows,
+                    slots,
+                    |from, to, [block, head, token]| {
+                        let scale = layer.scale(side, block, head, token);
+                        scale.write_unaligned(quantize(from, to));
+                    },
+                ),
             }
         }
     }
     Ok(())
 }
 
-unsafe fn write<T>(
+/// Converts each row, of a `[block, head, token]`, and puts its elements where the layout has them.
+unsafe fn write<T: Copy + Default>(
     layer: &KvLayer<'_>,
     side: Side,
     rows: &Vectors<'_>,
     slots: &[i64],
-    round: impl Fn(f32) -> T,
+    convert: impl Fn(&[f32], &mut [T], [usize; 3]),
 ) {
     let spec = layer.spec();
+    let mut from = vec![0.0; spec.head_dim];
+    let mut to = vec![T::default(); spec.head_dim];
     for (i, &slot) in slots.iter().enumerate() {
         let Ok(slot) = usize::try_from(slot) else {
             continue;
@@ -72,47 +91,34 @@ unsafe fn write<T>(
         for head in 0..spec.num_kv_heads {
             // SAFETY: the caller's promise.
             unsafe {
-                let (from, to) = (rows.row(i, head), layer.head(side, block, head));
-                for d in 0..spec.head_dim {
-                    let element = round(from.add(d).read_unaligned());
-                    to.offset(walk.at(d)).cast::<T>().write_unaligned(element);
-                }
+                rows.row(i, head)
+                    .cast::<u8>()
+                    .copy_to_nonoverlapping(from.as_mut_ptr().cast(), size_of_val(&from[..]));
+                convert(&from, &mut to, [block, head, token]);
+                walk.scatter(&to, layer.head(side, block, head));
             }
         }
     }
 }
 
-unsafe fn write_quantized(layer: &KvLayer<'_>, side: Side, rows: &Vectors<'_>, slots: &[i64]) {
-    let spec = layer.spec();
-    for (i, &slot) in slots.iter().enumerate() {
-        let Ok(slot) = usize::try_from(slot) else {
-            continue;
-        };
-        let (block, token) = (slot / spec.block_size, slot % spec.block_size);
-        let walk = layer.token_walk(side, token);
-        for head in 0..spec.num_kv_heads {
-            // SAFETY: the caller's promise.
-            unsafe {
-                let (from, to) = (rows.row(i, head), layer.head(side, block, head));
-                let get = |d: usize| from.add(d).read_unaligned();
-                let largest = (0..spec.head_dim).fold(0.0, |m: f32, d| m.max(get(d).abs()));
-                // Neither is lost in `max`: 0 times either of them is NaN.
-                let bad: f32 = (0..spec.head_dim).map(|d| get(d) * 0.0).sum();
-                let scale = largest / 127.0 + bad;
-                layer.scale(side, block, head, token).write_unaligned(scale);
-                // A scale that is too small to divide by stands for nothing but zeros.
-                let inverse = if scale >= f32::MIN_POSITIVE {
-                    127.0 / largest
-                } else {
-                    0.0
-                };
-                for d in 0..spec.head_dim {
-                    let element = (get(d) * inverse).round_ties_even() as i8;
-                    to.offset(walk.at(d)).cast::<i8>().write(element);
-                }
-            }
-        }
+/// Integers and their scale: the largest magnitude / 127. Infinity and NaN make it NaN.
+fn quantize(from: &[f32], to: &mut [i8]) -> f32 {
+    let largest = from.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
+    // Neither is lost in `max`: 0 times either of them is NaN.
+    let bad: f32 = from.iter().map(|x| x * 0.0).sum();
+    let scale = largest / 127.0 + bad;
+    // A scale that is too small to divide by stands for nothing but zeros.
+    let inverse = if scale >= f32::MIN_POSITIVE {
+        127.0 / largest
+    } else {
+        0.0
+    };
+    // Adding 1.5 * 2^23 rounds to nearest even, and leaves the integer in the low bits.
+    const MAGIC: f32 = 12_582_912.0;
+    for (from, to) in from.iter().zip(to) {
+        *to = (from * inverse + MAGIC).to_bits() as i8;
     }
+    scale
 }
 
 /// An array of blocks, each of them contiguous bytes.
