@@ -16,6 +16,8 @@ mod exp;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -260,27 +262,5 @@ impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = ISAS.iter().find(|(isa, _)| isa == self);
         f.write_str(name.map_or("?", |(_, name)| name))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_forced_instruction_set_is_taken_or_refused_by_name() {
-        assert_eq!(Isa::parse("scalar"), Ok(Isa::Scalar));
-        let unknown = Isa::parse("sse9").unwrap_err().to_string();
-        assert!(
-            unknown.contains("LEAFKV_ISA") && unknown.contains("sse9"),
-            "{unknown}"
-        );
-        let absent = if cfg!(target_arch = "aarch64") {
-            "avx2"
-        } else {
-            "neon"
-        };
-        let absent = Isa::parse(absent).unwrap_err().to_string();
-        assert!(absent.contains("this CPU has no"), "{absent}");
     }
 }
