@@ -32,7 +32,7 @@ impl Alone {
     }
 
     /// The row of one position, by itself, on one thread.
-    fn row(&self, isa: Isa, kv_len: usize, options: &Options<'_>) -> Vec<f32> {
+    fn row(&self, isa: Isa, kv_len: usize, options: &Options<'_>) -> Rows {
         let sequence = Sequence {
             text: self.text,
             kv_len,
@@ -56,6 +56,9 @@ struct Arrangement {
     threads: usize,
     poison: u8,
     window: Option<usize>,
+    softcap: Option<f32>,
+    alibi: bool,
+    sinks: bool,
     seed: usize,
 }
 
@@ -84,18 +87,27 @@ fn arrangements() -> impl Strategy<Value = Arrangement> {
             Just(Order::TokenMajor),
             prop_oneof![Just(5), Just(8), Just(16), Just(64)]
         ),
+        (Just(Order::Strided), prop_oneof![Just(7), Just(16)]),
+        (Just(Order::TiledStrided), prop_oneof![Just(16), Just(64)]),
     ];
+    let options = (
+        prop_oneof![3 => Just(None), 1 => (1..600_usize).prop_map(Some)],
+        prop_oneof![2 => Just(None), 1 => Just(Some(1.5)), 1 => Just(Some(30.0))],
+        any::<bool>(),
+        any::<bool>(),
+    );
     (
         (0..Isa::available().count(), 0..4_usize, heads),
         prop::collection::vec((0..2_usize, shared, own, rows), 1..6),
         cache,
-        1..5_usize,
-        prop_oneof![Just(POISON), Just(0), Just(0x7b)],
-        prop_oneof![3 => Just(None), 1 => (1..600_usize).prop_map(Some)],
+        1..6_usize,
+        prop_oneof![2 => Just(POISON), 1 => Just(0), 1 => Just(0x7b)],
+        options,
         any::<u8>(),
     )
         .prop_map(
-            |((isa, dtype, (query, kv, dim)), sequences, cache, threads, poison, window, seed)| {
+            |((isa, dtype, (query, kv, dim)), sequences, cache, threads, poison, options, seed)| {
+                let (window, softcap, alibi, sinks) = options;
                 Arrangement {
                     isa,
                     dtype: DTYPES[dtype],
@@ -106,6 +118,9 @@ fn arrangements() -> impl Strategy<Value = Arrangement> {
                     threads,
                     poison,
                     window,
+                    softcap,
+                    alibi,
+                    sinks,
                     seed: seed.into(),
                 }
             },
@@ -145,30 +160,35 @@ fn place(a: &Arrangement) -> (Vec<Sequence>, usize) {
     (sequences.collect(), count)
 }
 
-fn bits(row: &[f32]) -> Vec<u32> {
-    row.iter().map(|x| x.to_bits()).collect()
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn a_row_alone_equals_the_same_row_in_any_arrangement(a in arrangements()) {
         let isa = Isa::available().nth(a.isa).unwrap();
-        let options = Options { sliding_window: a.window, ..CAUSAL };
+        let (slopes, sinks) = (slopes(a.heads), sinks(a.heads));
+        let options = Options {
+            sliding_window: a.window,
+            softcap: a.softcap,
+            alibi_slopes: a.alibi.then_some(&slopes),
+            sinks: a.sinks.then_some(&sinks),
+            ..CAUSAL
+        };
         let (sequences, count) = place(&a);
         let mut cache = Cache::new(a.dtype, a.order, count, a.block_size, a.heads);
         cache.poison(a.poison);
         sequences.iter().for_each(|s| cache.fill(s));
         let out = run(isa, &sequences, &cache, a.heads, a.threads, &options);
 
-        let mut rows = out.chunks_exact(a.heads.query * a.heads.dim);
+        let mut row = 0;
         for s in &sequences {
             let alone = Alone::new(a.dtype, a.heads, s);
             for kv_len in s.kv_len - s.rows + 1..=s.kv_len {
                 let want = alone.row(isa, kv_len, &options);
-                prop_assert!(!want.iter().any(|x| x.is_nan()));
-                prop_assert_eq!(bits(rows.next().unwrap()), bits(&want), "{:?} {:?}, {} keys", isa, s.text, kv_len);
+                prop_assert!(!want.out.iter().chain(&want.lse).any(|x| x.is_nan()));
+                let (got, want) = (out.bits(row..row + 1, a.heads), want.bits(0..1, a.heads));
+                prop_assert_eq!(got, want, "{:?} {:?}, {} keys", isa, s.text, kv_len);
+                row += 1;
             }
         }
     }
@@ -200,17 +220,25 @@ fn threads_and_layouts_change_nothing() {
             }
         })
         .collect();
+    let (slopes, sinks) = (slopes(heads), sinks(heads));
+    let all = Options {
+        softcap: Some(5.0),
+        alibi_slopes: Some(&slopes),
+        sinks: Some(&sinks),
+        ..CAUSAL
+    };
     for dtype in DTYPES {
         let caches = [Order::Tiled, Order::HeadMajor].map(|order| {
             let mut cache = Cache::new(dtype, order, 1300, 16, heads);
             sequences.iter().for_each(|s| cache.fill(s));
             cache
         });
-        for isa in Isa::available() {
-            let want = run(isa, &sequences, &caches[0], heads, 1, &CAUSAL);
+        for (isa, options) in Isa::available().flat_map(|isa| [(isa, &CAUSAL), (isa, &all)]) {
+            let want = run(isa, &sequences, &caches[0], heads, 1, options);
+            let rows = 0..want.lse.len() / heads.query;
             for (layout, threads) in [(0, 2), (0, 3), (0, 8), (1, 1), (1, 3)] {
-                let out = run(isa, &sequences, &caches[layout], heads, threads, &CAUSAL);
-                let same = bits(&out) == bits(&want);
+                let out = run(isa, &sequences, &caches[layout], heads, threads, options);
+                let same = out.bits(rows.clone(), heads) == want.bits(rows.clone(), heads);
                 assert!(
                     same,
                     "{isa} {dtype:?}, {threads} threads, {:?}",
@@ -221,7 +249,8 @@ fn threads_and_layouts_change_nothing() {
     }
 }
 
-/// A visible NaN reaches the rows that see it, and no other.
+/// A visible NaN or infinity reaches the rows that see it, and no other. (An infinite score may be one of no weight: only
+/// that the others do not change is certain.)
 #[test]
 fn a_visible_nan_shows_in_its_rows_alone() {
     let heads = Heads {
@@ -237,29 +266,42 @@ fn a_visible_nan_shows_in_its_rows_alone() {
             blocks: (3 * id as i32..).take(3).collect(),
         })
         .collect();
-    for dtype in DTYPES {
-        for side in [1, 2] {
-            let mut cache = Cache::new(dtype, Order::Tiled, 6, 16, heads);
-            cache.fill(&sequences[0]);
-            cache.fill(&sequences[1]);
-            let plain: Vec<_> = Isa::available()
-                .map(|isa| run(isa, &sequences, &cache, heads, 1, &CAUSAL))
-                .collect();
-            cache.fill_with(&sequences[0], |s, source, t, h, d| {
-                if (s, t) == (side, 35) {
-                    f32::NAN
-                } else {
-                    number([s, source, t, h, d])
+    let cases = DTYPES.map(|dtype| [(dtype, f32::NAN), (dtype, f32::INFINITY)]);
+    for ((dtype, bad), side) in cases.concat().into_iter().flat_map(|c| [(c, 1), (c, 2)]) {
+        let mut cache = Cache::new(dtype, Order::Tiled, 6, 16, heads);
+        cache.fill(&sequences[0]);
+        cache.fill(&sequences[1]);
+        let plain: Vec<_> = Isa::available()
+            .map(|isa| run(isa, &sequences, &cache, heads, 1, &CAUSAL))
+            .collect();
+        // One element of one token.
+        cache.fill_with(&sequences[0], |s, source, t, h, d| {
+            if (s, t, d) == (side, 35, 3) {
+                bad
+            } else {
+                number([s, source, t, h, d])
+            }
+        });
+        for (isa, plain) in Isa::available().zip(plain) {
+            let out = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
+            for row in 0..20 {
+                // Row 5 of the first sequence is position 35.
+                if !(5..10).contains(&row) {
+                    let (got, want) = (
+                        out.bits(row..row + 1, heads),
+                        plain.bits(row..row + 1, heads),
+                    );
+                    assert_eq!(got, want, "{isa} {dtype:?} row {row}");
+                    continue;
                 }
-            });
-            for (isa, plain) in Isa::available().zip(plain) {
-                let out = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
-                for (row, (x, y)) in out.chunks(32).zip(plain.chunks(32)).enumerate() {
-                    // Row 5 of the first sequence is position 35.
-                    if (5..10).contains(&row) {
-                        assert!(x.iter().all(|x| x.is_nan()), "{isa} {dtype:?} row {row}");
-                    } else {
-                        assert_eq!(bits(x), bits(y), "{isa} {dtype:?} row {row}");
+                for (i, x) in out.out[row * 32..][..32].iter().enumerate() {
+                    // A bad value shows in its dimension; of a quantized token, in all. A bad key, in all.
+                    let shows = (side, dtype) != (2, KvDtype::Int8) && side == 2;
+                    let bad_here = if shows { i % 16 == 3 } else { bad.is_nan() || side == 2 };
+                    if bad_here {
+                        assert!(!x.is_finite(), "{isa} {dtype:?} row {row}: {x}");
+                    } else if shows {
+                        assert_eq!(*x, plain.out[row * 32 + i], "{isa} {dtype:?} row {row}");
                     }
                 }
             }

@@ -112,17 +112,8 @@ fn offsets_above_32_bits() {
         &CAUSAL,
     )
     .unwrap();
-    assert_eq!(
-        out,
-        run(
-            Isa::current().unwrap(),
-            &sequences,
-            &near,
-            heads,
-            1,
-            &CAUSAL
-        )
-    );
+    let isa = Isa::current().unwrap();
+    assert_eq!(out, run(isa, &sequences, &near, heads, 1, &CAUSAL).out);
 }
 
 /// Scores of 1e5 either way, weights that vanish: results stay finite, right, and a mean of the values.
@@ -203,7 +194,7 @@ fn query_heads_read_their_own_kv_head() {
             1,
             &CAUSAL,
         );
-        for (i, x) in out.iter().enumerate() {
+        for (i, x) in out.out.iter().enumerate() {
             let head = i / 8 % query;
             let want = (head / (query / kv)) as f32;
             assert!(

@@ -252,16 +252,16 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         all = s.dot_bf16(a, s.splat_bf16(words[part]), all);
     }
     let all = store(s, all);
-    let check = |got: f32, sum: f32, terms: [f32; 2]| {
+    let check = |what: &str, got: f32, sum: f32, terms: [f32; 2]| {
         // In whatever order the instruction adds: three roundings.
         let exact = f64::from(sum) + terms.map(f64::from).iter().sum::<f64>();
         let size = f64::from(sum.abs()) + terms.map(|x| f64::from(x.abs())).iter().sum::<f64>();
         let error = (f64::from(got) - exact).abs();
-        assert!(error <= 2e-7 * size, "{isa} dot_bf16: {sum:e} + {terms:?} is {got:e}, expected {exact:e}");
+        assert!(error <= 2e-7 * size, "{isa} dot_bf16 {what}: {sum:e} + {terms:?} is {got:e}, expected {exact:e}");
     };
     for i in 0..S::LANES {
         let terms = [0, 1].map(|j| wide(pairs[i][j]) * wide(factor[j]));
-        check(all[i], sum[i], terms);
+        check("of both", all[i], sum[i], terms);
         if parts == 2 && isa != Isa::Scalar {
             let [x, y] = [0, 1].map(|j| (wide(pairs[i][j]), wide(factor[j])));
             same(all[i], y.0.mul_add(y.1, x.0.mul_add(x.1, sum[i])), &format!("{isa} dot_bf16"));
@@ -279,7 +279,7 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
             let kept = s.dot_bf16(s.keep_bf16(a, last), s.splat_bf16(words[0]), load(s, &sum));
             for (i, got) in store(s, kept)[..S::LANES].iter().enumerate() {
                 let j = usize::from(last);
-                check(*got, sum[i], [wide(pairs[i][j]) * wide(factor[j]), 0.0]);
+                check(&format!("last {last} lane {i} {words:x?} {:x?} {:?}", pairs[i], &store(s,kept)[..]), *got, sum[i], [wide(pairs[i][j]) * wide(factor[j]), 0.0]);
             }
         }
     }

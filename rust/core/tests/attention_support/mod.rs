@@ -2,6 +2,7 @@
 //! unwritten byte is poison, and ways to put the one into the other.
 #![allow(dead_code, missing_docs, unreachable_pub)] // each test crate uses a part
 
+use half::bf16;
 use leafkv_core::Isa;
 use leafkv_core::attention::{
     KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Scales, Vectors,
@@ -76,6 +77,19 @@ pub enum Order {
     HeadMajor,
     /// `[block, token, head, dim]`, as vLLM's and others' caches; K and V interleaved, misaligned by a few bytes.
     TokenMajor,
+    /// Gaps between all rows; K `[head, block, token, dim]`, V `[block, token, head, dim]`.
+    Strided,
+    /// Gaps between the heads of all blocks; K `[head, block, ..]`, V `[block, head, ..]`.
+    TiledStrided,
+}
+
+impl Order {
+    pub fn layout(self) -> KvLayout {
+        match self {
+            Self::Tiled | Self::TiledStrided => KvLayout::Tiled,
+            _ => KvLayout::Rows,
+        }
+    }
 }
 
 pub struct Cache {
@@ -93,20 +107,15 @@ impl Cache {
         block_size: usize,
         heads: Heads,
     ) -> Self {
-        let layout = if order == Order::Tiled {
-            KvLayout::Tiled
-        } else {
-            KvLayout::Rows
-        };
         let spec = KvSpec {
             dtype,
-            layout,
+            layout: order.layout(),
             num_blocks,
             num_kv_heads: heads.kv,
             block_size,
             head_dim: heads.dim,
         };
-        let size = 2 * num_blocks * heads.kv * block_size * heads.dim * dtype.size();
+        let size = num_blocks * heads.kv * block_size * (2 * heads.dim + 5) * dtype.size();
         Self {
             spec,
             bytes: vec![POISON; size + 64],
@@ -130,41 +139,36 @@ impl Cache {
         let token = (s.head_dim * s.dtype.size()) as isize;
         let head = token * s.block_size as isize;
         let block = head * s.num_kv_heads as isize;
-        let base = self.bytes.as_ptr().cast_mut();
-        // All blocks of K, then all of V; or in turns, with a base that is aligned to nothing but the element.
-        let (key, value) = match self.order {
+        let (all, heads) = (block * s.num_blocks as isize, s.num_kv_heads as isize);
+        let (blocks, tokens) = (s.num_blocks as isize, s.block_size as isize);
+        // Where K and V begin, and the strides of blocks, heads and tokens. Bases are aligned to the element at most.
+        let gap = s.dtype.size() as isize;
+        let [key, value] = match self.order {
+            Order::Tiled | Order::HeadMajor => {
+                [(0, [block, head, token]), (all, [block, head, token])]
+            }
             Order::TokenMajor => {
-                let key = KvArray {
-                    base: base.wrapping_add(s.dtype.size()),
-                    block_stride: 2 * block,
-                    head_stride: token,
-                    token_stride: token * s.num_kv_heads as isize,
-                };
-                (
-                    key,
-                    KvArray {
-                        base: key.base.wrapping_offset(block),
-                        ..key
-                    },
-                )
+                let strides = [2 * block, token, token * heads];
+                [(gap, strides), (gap + block, strides)]
             }
-            _ => {
-                let key = KvArray {
-                    base,
-                    block_stride: block,
-                    head_stride: head,
-                    token_stride: token,
-                };
-                let all = block * s.num_blocks as isize;
-                (
-                    key,
-                    KvArray {
-                        base: base.wrapping_offset(all),
-                        ..key
-                    },
-                )
+            Order::Strided => {
+                let (k, v) = (token + gap, token + 2 * gap);
+                let all = k * tokens * blocks * heads;
+                let of_key = [k * tokens, k * tokens * blocks, k];
+                [(gap, of_key), (gap + all, [v * heads * tokens, v, v * heads])]
             }
-        };
+            Order::TiledStrided => {
+                let (k, v) = (head + 2 * gap, head + 3 * gap);
+                let all = k * blocks * heads;
+                [(gap, [k, k * blocks, 0]), (gap + all, [v * heads, v, 0])]
+            }
+        }
+        .map(|(start, [block_stride, head_stride, token_stride])| KvArray {
+            base: self.bytes.as_ptr().cast_mut().wrapping_offset(start),
+            block_stride,
+            head_stride,
+            token_stride,
+        });
         // A block's scales of K, then those of V; aligned to nothing.
         let head = 4 * s.block_size as isize;
         let scales = Scales {
@@ -277,6 +281,35 @@ pub fn plan(sequences: &[Sequence], spec: &KvSpec, heads: Heads, threads: usize)
 
 pub const CAUSAL: Options<'static> = Options::new(0.125);
 
+/// A slope of each query head; one of them is none, and one negative.
+pub fn slopes(heads: Heads) -> Vec<f32> {
+    let slope = |h: usize| [0.5, 0.0, 0.03, -0.001][h % 4] / (1 + h / 4) as f32;
+    (0..heads.query).map(slope).collect()
+}
+
+/// A sink of each query head: among the scores, far below and above them, none.
+pub fn sinks(heads: Heads) -> Vec<f32> {
+    let sink = |h: usize| [1.5, f32::NEG_INFINITY, 4.25, -200.0, 12.0][h % 5];
+    (0..heads.query).map(sink).collect()
+}
+
+/// Results of all rows, and their log-sum-exps.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rows {
+    pub out: Vec<f32>,
+    pub lse: Vec<f32>,
+}
+
+impl Rows {
+    /// The bits of some rows (tokens, all heads).
+    pub fn bits(&self, rows: std::ops::Range<usize>, heads: Heads) -> Vec<u32> {
+        let (n, width) = (heads.query, heads.query * heads.dim);
+        let out = &self.out[rows.start * width..rows.end * width];
+        let lse = &self.lse[rows.start * n..rows.end * n];
+        out.iter().chain(lse).map(|x| x.to_bits()).collect()
+    }
+}
+
 /// Runs attention; the output starts as poison, so that a row left out is seen.
 pub fn run(
     isa: Isa,
@@ -285,58 +318,89 @@ pub fn run(
     heads: Heads,
     threads: usize,
     options: &Options<'_>,
-) -> Vec<f32> {
+) -> Rows {
     let plan = plan(sequences, &cache.spec(), heads, threads);
     let query = queries(sequences, heads);
     let mut out = vec![f32::NAN; query.len()];
+    let mut lse = vec![f32::NAN; query.len() / heads.dim];
     attend(
         &plan,
         isa,
         &Vectors::from_slice(&query, heads.query, heads.dim),
         &cache.layer(),
         &mut VectorsMut::from_slice(&mut out, heads.query, heads.dim),
-        None,
+        Some(&mut lse),
         options,
     )
     .unwrap();
-    out
+    Rows { out, lse }
 }
 
+/// What the definition gives for the query that the dtype works with: for bf16 and int8, a rounded one.
 pub fn oracle(
     sequences: &[Sequence],
     cache: &Cache,
     heads: Heads,
     options: &Options<'_>,
-) -> Vec<f64> {
-    let plan = plan(sequences, &cache.spec(), heads, 1);
-    let query = queries(sequences, heads);
+) -> naive::Attention {
+    let spec = cache.spec();
+    let mut query = queries(sequences, heads);
+    query.iter_mut().for_each(|q| *q *= options.scale);
+    for row in query.chunks_exact_mut(heads.dim) {
+        match spec.dtype {
+            KvDtype::F32 | KvDtype::F16 => {}
+            KvDtype::Bf16 => row.iter_mut().for_each(|q| *q = bf16::from_f32(*q).to_f32()),
+            KvDtype::Int8 => {
+                let most = (i32::MAX as usize / 127 / heads.dim).min(32767) as f32;
+                let unit = row.iter().fold(0.0, |m: f32, q| m.max(q.abs())) / most;
+                row.iter_mut().for_each(|q| *q = (*q / unit).round_ties_even() * unit);
+            }
+        }
+    }
     naive::attend(
-        &plan,
+        &plan(sequences, &spec, heads, 1),
         &Vectors::from_slice(&query, heads.query, heads.dim),
         &cache.layer(),
-        options,
+        &Options {
+            scale: 1.0,
+            ..*options
+        },
     )
     .unwrap()
-    .out
 }
 
-/// Largest difference that rounding explains, to values below 1: of a score's chain it grows with the chain's length;
-/// in bf16 the weights have 8 bits.
-pub fn tolerance(dtype: KvDtype, dim: usize) -> f64 {
-    match dtype {
-        KvDtype::F32 | KvDtype::F16 => 1e-6 + 1e-8 * dim as f64,
-        KvDtype::Bf16 => 1.05 / 512.0,
-        KvDtype::Int8 => 1e-4,
-    }
+/// The largest errors of results, whose values are below 1, and of log-sum-exps, in units of 1 or their magnitude.
+///
+/// Scores are sums of `dim` rounded products and go through `exp`, which turns an error of theirs into a relative one
+/// of a weight. Beside that: a bf16 weight has 8 bits. An int8 one is rounded to `1 / 65534` of the partition's largest, times the scales; such errors of 256
+/// tokens go in all directions.
+pub fn tolerance(dtype: KvDtype, dim: usize) -> (f64, f64) {
+    let float = 7e-7 + 5e-9 * dim as f64;
+    let weights = match dtype {
+        KvDtype::F32 | KvDtype::F16 => 0.0,
+        KvDtype::Bf16 => 1.0 / 512.0,
+        KvDtype::Int8 => 4e-5,
+    };
+    (float + weights, float)
 }
 
-pub fn assert_close(out: &[f32], want: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(out.len(), want.len());
-    for (i, (&x, &y)) in out.iter().zip(want).enumerate() {
-        let error = (f64::from(x) - y).abs();
-        assert!(
-            error <= tolerance,
-            "{what}: element {i} is {x}, expected {y}, {error:e} off"
-        );
+/// The largest error in units of what is allowed.
+fn worst(got: &[f32], want: &[f64], allowed: impl Fn(f64) -> f64) -> (usize, f64) {
+    assert_eq!(got.len(), want.len());
+    let errors = got.iter().zip(want).map(|(&x, &y)| {
+        let error = (f64::from(x) - y).abs() / allowed(y);
+        // Infinities are equal, a NaN is as wrong as can be.
+        if f64::from(x) == y { 0.0 } else if error.is_nan() { f64::INFINITY } else { error }
+    });
+    errors.enumerate().max_by(|x, y| x.1.total_cmp(&y.1)).unwrap_or((0, 0.0))
+}
+
+pub fn assert_close(got: &Rows, want: &naive::Attention, tolerance: (f64, f64), what: &str) {
+    let (i, error) = worst(&got.out, &want.out, |_| tolerance.0);
+    assert!(error <= 1.0, "{what}: element {i} is {}, expected {}: {error:.2} of what is allowed", got.out[i], want.out[i]);
+    let (i, error) = worst(&got.lse, &want.lse, |y| tolerance.1 * y.abs().max(1.0));
+    assert!(error <= 1.0, "{what}: lse {i} is {}, expected {}: {error:.2} of what is allowed", got.lse[i], want.lse[i]);
+    if std::env::var_os("DBG_ERR").is_some() {
+        eprintln!("ERR {:?} {:.2} {:.2} {what}", tolerance, worst(&got.out, &want.out, |_| tolerance.0).1, error);
     }
 }
