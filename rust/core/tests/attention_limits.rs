@@ -5,7 +5,7 @@ mod attention_support;
 
 use attention_support::*;
 use leafkv_core::attention::{
-    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Side, Vectors,
+    KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Scales, Side, Vectors,
     VectorsMut, attend, write_kv,
 };
 use leafkv_core::{Error, Isa};
@@ -125,47 +125,165 @@ fn extreme_scores() {
         dim: 16,
     };
     let sequences = [one(600, 3, 0.., 16)];
-    let options = Options {
+    let (slopes, sinks) = ([0.5, 1e4, -0.5, 0.0], [-1e5, f32::NEG_INFINITY, -2e5, -3e38]);
+    let plain = Options {
         scale: 4096.0,
         ..CAUSAL
     };
-    for dtype in DTYPES {
-        for sign in [1.0, -1.0] {
-            // Keys are multiples of the last row's query in the KV head's first query head.
-            let key = |t: usize, h, d| sign * (1 + t % 7) as f32 * number([3, 0, 599, h * 2, d]);
-            let mut cache = Cache::new(dtype, Order::Tiled, 38, 16, heads);
-            cache.fill_with(&sequences[0], |side, source, t, h, d| match side {
-                1 => key(t, h, d),
-                _ => number([side, source, t, h, d]),
-            });
-            let mut ones = Cache::new(dtype, Order::Tiled, 38, 16, heads);
-            ones.fill_with(
-                &sequences[0],
-                |side, _, t, h, d| if side == 1 { key(t, h, d) } else { 1.0 },
-            );
+    let all = Options {
+        softcap: Some(3e5),
+        alibi_slopes: Some(&slopes),
+        sinks: Some(&sinks),
+        ..plain
+    };
+    let sink = Options {
+        sinks: Some(&[1e5, 3e38, 1e30, 9e9]),
+        ..plain
+    };
+    for (dtype, sign) in DTYPES.into_iter().flat_map(|d| [(d, 1.0), (d, -1.0)]) {
+        // Keys are multiples of the last row's query in the KV head's first query head.
+        let key = |t: usize, h, d| sign * (1 + t % 7) as f32 * number([3, 0, 599, h * 2, d]);
+        let mut cache = Cache::new(dtype, Order::Tiled, 38, 16, heads);
+        cache.fill_with(&sequences[0], |side, source, t, h, d| match side {
+            1 => key(t, h, d),
+            _ => number([side, source, t, h, d]),
+        });
+        let mut ones = Cache::new(dtype, Order::Tiled, 38, 16, heads);
+        ones.fill_with(&sequences[0], |side, _, t, h, d| {
+            if side == 1 { key(t, h, d) } else { 1.0 }
+        });
 
-            let query = &queries(&sequences, heads)[2 * 64..][..16];
-            let score: f32 = query
-                .iter()
-                .enumerate()
-                .map(|(d, q)| q * key(6, 0, d) * 4096.0)
-                .sum();
-            assert!(score.abs() > 1e5, "{score}");
+        let query = &queries(&sequences, heads)[2 * 64..][..16];
+        let products = query.iter().enumerate().map(|(d, q)| q * key(6, 0, d));
+        let score = products.sum::<f32>() * plain.scale;
+        assert!(score.abs() > 1e5, "{score}");
 
-            let want = oracle(&sequences, &cache, heads, &options);
-            for isa in Isa::available() {
-                let out = run(isa, &sequences, &cache, heads, 1, &options);
-                assert!(out.iter().all(|x| x.is_finite()), "{isa} {dtype:?}");
+        let want = oracle(&sequences, &cache, heads, &plain);
+        for isa in Isa::available() {
+            let what = format!("{isa} {dtype:?} {sign}");
+            let got = run(isa, &sequences, &cache, heads, 1, &plain);
+            for i in 2 * 64..2 * 64 + 16 {
                 // Scores of that query are far apart or equal, so its result is exact enough to compare.
-                let (got, want) = (&out[2 * 64..][..16], &want[2 * 64..][..16]);
-                assert_close(got, want, tolerance(dtype, 16), &format!("{isa} {dtype:?}"));
-                let sums = run(isa, &sequences, &ones, heads, 1, &options);
-                assert_close(
-                    &sums,
-                    &vec![1.0; sums.len()],
-                    tolerance(dtype, 16),
-                    "sums of weights",
-                );
+                let error = (f64::from(got.out[i]) - want.out[i]).abs();
+                assert!(error <= tolerance(dtype).0, "{what}: {error:e}");
+            }
+            for options in [&plain, &all, &sink] {
+                let got = run(isa, &sequences, &cache, heads, 1, options);
+                let finite = got.out.iter().chain(&got.lse).all(|x| x.is_finite());
+                assert!(finite, "{what} {options:?}");
+                let sums = run(isa, &sequences, &ones, heads, 1, options).out;
+                let most = 1.0 + tolerance(dtype).0 as f32;
+                assert!(sums.iter().all(|x| (0.0..=most).contains(x)), "{what}");
+                let least = if options == &plain { 2.0 - most } else { 0.0 };
+                assert!(sums.iter().all(|x| *x >= least), "{what} {sums:?}");
+            }
+        }
+    }
+}
+
+/// The largest integers that sums of quantized products can be: many equal factors, all at the limit.
+#[test]
+fn integer_sums_do_not_overflow() {
+    for dim in [512, 516, 520, 1024, 4096] {
+        let heads = Heads {
+            query: 1,
+            kv: 1,
+            dim,
+        };
+        let mut cache = Cache::new(KvDtype::Int8, Order::Tiled, 16, 16, heads);
+        let sequences = [one(256, 1, 0.., 16)];
+        cache.fill_with(&sequences[0], |_, _, _, _, _| 1.0);
+        let plan = plan(&sequences, &cache.spec(), heads, 1);
+        for (isa, sign) in Isa::available().flat_map(|isa| [(isa, 1.0), (isa, -1.0)]) {
+            let (mut out, mut lse) = (vec![0.0; dim], [0.0]);
+            attend(
+                &plan,
+                isa,
+                &Vectors::from_slice(&vec![sign; dim], 1, dim),
+                &cache.layer(),
+                &mut VectorsMut::from_slice(&mut out, 1, dim),
+                Some(&mut lse),
+                &Options::new(1.0),
+            )
+            .unwrap();
+            let want = sign * dim as f32 + 256_f32.ln();
+            assert!((lse[0] - want).abs() <= 1e-6 * want.abs(), "{isa} {dim}: {lse:?}");
+            assert!(out.iter().all(|x| (x - 1.0).abs() <= 1e-6), "{isa} {dim}");
+        }
+    }
+}
+
+/// Nothing to see: zero, and the logarithm of no sum; with sinks, of theirs.
+#[test]
+fn rows_without_keys() {
+    let heads = Heads {
+        query: 3,
+        kv: 1,
+        dim: 8,
+    };
+    let sequences = [one(0, 2, 0.., 16), one(9, 12, 0.., 16)];
+    let sinks = [0.5, f32::NEG_INFINITY, -300.0];
+    for (dtype, isa) in DTYPES
+        .into_iter()
+        .flat_map(|d| Isa::available().map(move |i| (d, i)))
+    {
+        let mut cache = Cache::new(dtype, Order::Tiled, 1, 16, heads);
+        cache.fill(&sequences[1]);
+        let open = Options {
+            causal: false,
+            ..CAUSAL
+        };
+        let with_sinks = Options {
+            sinks: Some(&sinks),
+            ..open
+        };
+        let none = [f32::NEG_INFINITY; 3];
+        for (options, lse) in [(open, none), (with_sinks, sinks)] {
+            let got = run(isa, &sequences, &cache, heads, 1, &options);
+            assert!(got.out[..2 * 24].iter().all(|x| x.to_bits() == 0), "{isa} {dtype:?}");
+            assert_eq!(got.lse[..6], [lse, lse].concat(), "{isa} {dtype:?}");
+            assert!(got.lse[6..].iter().all(|x| x.is_finite()), "{isa} {dtype:?}");
+        }
+    }
+}
+
+/// A NaN or infinity in a query shows in its row and head, and no other.
+#[test]
+fn a_bad_query_shows_in_its_row_alone() {
+    let heads = Heads {
+        query: 4,
+        kv: 2,
+        dim: 24,
+    };
+    let sequences = [one(30, 5, 0.., 16)];
+    for (dtype, isa) in DTYPES
+        .into_iter()
+        .flat_map(|d| Isa::available().map(move |i| (d, i)))
+    {
+        let mut cache = Cache::new(dtype, Order::Tiled, 2, 16, heads);
+        cache.fill(&sequences[0]);
+        let plan = plan(&sequences, &cache.spec(), heads, 1);
+        let plain = run(isa, &sequences, &cache, heads, 1, &CAUSAL).out;
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut query = queries(&sequences, heads);
+            query[(2 * 4 + 1) * 24 + 7] = bad;
+            let mut out = vec![0.0; query.len()];
+            attend(
+                &plan,
+                isa,
+                &Vectors::from_slice(&query, 4, 24),
+                &cache.layer(),
+                &mut VectorsMut::from_slice(&mut out, 4, 24),
+                None,
+                &CAUSAL,
+            )
+            .unwrap();
+            for (i, (got, want)) in out.chunks(24).zip(plain.chunks(24)).enumerate() {
+                if i == 2 * 4 + 1 {
+                    assert!(got.iter().all(|x| x.is_nan()), "{isa} {dtype:?} {bad}");
+                } else {
+                    assert_eq!(got, want, "{isa} {dtype:?} {bad}");
+                }
             }
         }
     }
@@ -339,6 +457,52 @@ fn malformed_calls_are_refused_and_leave_the_output_alone() {
         ..CAUSAL
     };
     refused(call(&good, &query, 4, 2, &open_window), "sliding_window");
+    for softcap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let options = Options {
+            softcap: Some(softcap),
+            ..CAUSAL
+        };
+        refused(call(&good, &query, 4, 2, &options), "softcap");
+    }
+    for values in [
+        &[0.5; 3][..],
+        &[0.5; 5],
+        &[],
+        &[0.5, f32::NAN, 0.5, 0.5],
+        &[0.5, 0.5, 0.5, f32::INFINITY],
+    ] {
+        let slopes = Options {
+            alibi_slopes: Some(values),
+            ..CAUSAL
+        };
+        let sinks = Options {
+            sinks: Some(values),
+            ..CAUSAL
+        };
+        refused(call(&good, &query, 4, 2, &slopes), "alibi_slopes");
+        refused(call(&good, &query, 4, 2, &sinks), "sinks");
+        refused(good.is_brief(&sinks), "sinks");
+    }
+    let minus_infinity = Options {
+        alibi_slopes: Some(&[f32::NEG_INFINITY; 4]),
+        ..CAUSAL
+    };
+    refused(call(&good, &query, 4, 2, &minus_infinity), "alibi_slopes");
+    for n in [0, 7, 9] {
+        let mut out = vec![7.0; 64];
+        let mut lse = vec![7.0; n];
+        let result = attend(
+            &good,
+            Isa::current().unwrap(),
+            &Vectors::from_slice(&query, 4, 8),
+            &cache.layer(),
+            &mut VectorsMut::from_slice(&mut out, 4, 8),
+            Some(&mut lse),
+            &CAUSAL,
+        );
+        refused(result, "lse");
+        assert!(out.iter().chain(&lse).all(|&x| x == 7.0));
+    }
     let other = Plan::new(
         PlanShape {
             num_blocks: 11,
@@ -369,15 +533,14 @@ fn malformed_calls_are_refused_and_leave_the_output_alone() {
 }
 
 #[test]
-fn the_tiled_layout_refuses_what_it_cannot_hold() {
-    let heads = Heads {
-        query: 1,
-        kv: 1,
-        dim: 7,
-    };
-    let spec = |dtype, block_size| KvSpec {
+fn layers_that_cannot_be_are_refused() {
+    let spec = |dtype, layout, block_size, head_dim| KvSpec {
+        dtype,
+        layout,
+        num_blocks: 1,
+        num_kv_heads: 1,
         block_size,
-        ..Cache::new(dtype, Order::Tiled, 1, 16, heads).spec()
+        head_dim,
     };
     let array = KvArray {
         base: std::ptr::null_mut(),
@@ -385,16 +548,37 @@ fn the_tiled_layout_refuses_what_it_cannot_hold() {
         head_stride: 0,
         token_stride: 0,
     };
+    let scales = Scales {
+        base: std::ptr::null_mut(),
+        block_stride: 0,
+        head_stride: 0,
+    };
     // SAFETY: nobody uses the layers.
-    unsafe {
-        assert!(KvLayer::new(spec(KvDtype::F16, 16), array, array, None).is_ok());
-        refused(
-            KvLayer::new(spec(KvDtype::F16, 8), array, array, None),
-            "key_cache",
-        );
-        refused(
-            KvLayer::new(spec(KvDtype::Bf16, 16), array, array, None),
-            "key_cache",
-        );
+    let new = |spec: KvSpec, scales| unsafe { KvLayer::new(spec, array, array, scales) };
+    use KvDtype::*;
+    use KvLayout::*;
+    let both = Some([scales; 2]);
+    for (dtype, block_size, dim, scales) in [
+        (F32, 16, 7, None),
+        (F16, 48, 7, None),
+        (Bf16, 16, 6, None),
+        (Int8, 16, 4, both),
+    ] {
+        assert!(new(spec(dtype, Tiled, block_size, dim), scales).is_ok());
+        assert!(new(spec(dtype, Rows, 5, 7), scales).is_ok());
+        for bad in [
+            spec(dtype, Tiled, 8, dim),
+            spec(dtype, Tiled, 24, dim),
+            spec(dtype, Tiled, 16, 0),
+            spec(dtype, Rows, 0, dim),
+        ] {
+            refused(new(bad, scales), "key_cache");
+        }
+        // Scales where there are none, and none where they are needed.
+        let other = if scales.is_none() { both } else { None };
+        refused(new(spec(dtype, Tiled, 16, dim), other), "k_scale");
+    }
+    for (dtype, dim, scales) in [(Bf16, 7, None), (Int8, 6, both), (Int8, 7, both)] {
+        refused(new(spec(dtype, Tiled, 16, dim), scales), "key_cache");
     }
 }

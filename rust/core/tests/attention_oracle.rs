@@ -53,7 +53,7 @@ fn check(
                     "{isa} {dtype:?} {order:?}, blocks of {block_size}, {heads:?} {options:?}"
                 );
                 let out = run(isa, &sequences, &cache, heads, 2, options);
-                assert_close(&out, want, tolerance(dtype, heads.dim), &what);
+                assert_close(&out, want, tolerance(dtype), &what);
             }
         }
     }
