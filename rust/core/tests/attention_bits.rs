@@ -297,7 +297,11 @@ fn a_visible_nan_shows_in_its_rows_alone() {
                 for (i, x) in out.out[row * 32..][..32].iter().enumerate() {
                     // A bad value shows in its dimension; of a quantized token, in all. A bad key, in all.
                     let shows = (side, dtype) != (2, KvDtype::Int8) && side == 2;
-                    let bad_here = if shows { i % 16 == 3 } else { bad.is_nan() || side == 2 };
+                    let bad_here = if shows {
+                        i % 16 == 3
+                    } else {
+                        bad.is_nan() || side == 2
+                    };
                     if bad_here {
                         assert!(!x.is_finite(), "{isa} {dtype:?} row {row}: {x}");
                     } else if shows {

@@ -125,7 +125,10 @@ fn extreme_scores() {
         dim: 16,
     };
     let sequences = [one(600, 3, 0.., 16)];
-    let (slopes, sinks) = ([0.5, 1e4, -0.5, 0.0], [-1e5, f32::NEG_INFINITY, -2e5, -3e38]);
+    let (slopes, sinks) = (
+        [0.5, 1e4, -0.5, 0.0],
+        [-1e5, f32::NEG_INFINITY, -2e5, -3e38],
+    );
     let plain = Options {
         scale: 4096.0,
         ..CAUSAL
@@ -149,9 +152,12 @@ fn extreme_scores() {
             _ => number([side, source, t, h, d]),
         });
         let mut ones = Cache::new(dtype, Order::Tiled, 38, 16, heads);
-        ones.fill_with(&sequences[0], |side, _, t, h, d| {
-            if side == 1 { key(t, h, d) } else { 1.0 }
-        });
+        ones.fill_with(
+            &sequences[0],
+            |side, _, t, h, d| {
+                if side == 1 { key(t, h, d) } else { 1.0 }
+            },
+        );
 
         let query = &queries(&sequences, heads)[2 * 64..][..16];
         let products = query.iter().enumerate().map(|(d, q)| q * key(6, 0, d));
@@ -207,7 +213,10 @@ fn integer_sums_do_not_overflow() {
             )
             .unwrap();
             let want = sign * dim as f32 + 256_f32.ln();
-            assert!((lse[0] - want).abs() <= 1e-6 * want.abs(), "{isa} {dim}: {lse:?}");
+            assert!(
+                (lse[0] - want).abs() <= 1e-6 * want.abs(),
+                "{isa} {dim}: {lse:?}"
+            );
             assert!(out.iter().all(|x| (x - 1.0).abs() <= 1e-6), "{isa} {dim}");
         }
     }
@@ -240,9 +249,15 @@ fn rows_without_keys() {
         let none = [f32::NEG_INFINITY; 3];
         for (options, lse) in [(open, none), (with_sinks, sinks)] {
             let got = run(isa, &sequences, &cache, heads, 1, &options);
-            assert!(got.out[..2 * 24].iter().all(|x| x.to_bits() == 0), "{isa} {dtype:?}");
+            assert!(
+                got.out[..2 * 24].iter().all(|x| x.to_bits() == 0),
+                "{isa} {dtype:?}"
+            );
             assert_eq!(got.lse[..6], [lse, lse].concat(), "{isa} {dtype:?}");
-            assert!(got.lse[6..].iter().all(|x| x.is_finite()), "{isa} {dtype:?}");
+            assert!(
+                got.lse[6..].iter().all(|x| x.is_finite()),
+                "{isa} {dtype:?}"
+            );
         }
     }
 }

@@ -120,7 +120,12 @@ fn every_order_of_heads() {
         Order::Tiled,
         Order::TiledStrided,
     ];
-    check(&orders.map(|o| (o, 32)), heads, &[(1, 1), (300, 4), (64, 64)], &[CAUSAL]);
+    check(
+        &orders.map(|o| (o, 32)),
+        heads,
+        &[(1, 1), (300, 4), (64, 64)],
+        &[CAUSAL],
+    );
 }
 
 /// Masks, and the options one by one and together.
@@ -181,7 +186,12 @@ fn every_option() {
             ..CAUSAL
         },
     ]);
-    check(&[(Order::HeadMajor, 16), (Order::Tiled, 16)], heads, &lens, &options);
+    check(
+        &[(Order::HeadMajor, 16), (Order::Tiled, 16)],
+        heads,
+        &lens,
+        &options,
+    );
 }
 
 /// Without causality there may be more rows than keys, and no keys at all.
@@ -203,5 +213,10 @@ fn more_rows_than_keys() {
         sinks: Some(&sinks),
         ..open
     };
-    check(&[(Order::Tiled, 16)], heads, &[(0, 3), (5, 9), (20, 1)], &[open, all]);
+    check(
+        &[(Order::Tiled, 16)],
+        heads,
+        &[(0, 3), (5, 9), (20, 1)],
+        &[open, all],
+    );
 }

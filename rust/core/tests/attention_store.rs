@@ -67,7 +67,14 @@ fn quantized(row: &[f32]) -> (f32, Vec<i8>) {
 }
 
 /// Where byte `byte` of an element lies in a contiguous (block, head), by the tables of the layouts.
-fn offset(dtype: KvDtype, layout: KvLayout, side: Side, token: usize, d: usize, dim: usize) -> usize {
+fn offset(
+    dtype: KvDtype,
+    layout: KvLayout,
+    side: Side,
+    token: usize,
+    d: usize,
+    dim: usize,
+) -> usize {
     let step = match dtype {
         KvDtype::F32 | KvDtype::F16 => 1,
         KvDtype::Bf16 => 2,
@@ -94,7 +101,10 @@ fn elements_lie_where_the_layout_says() {
     for (dtype, layout) in DTYPES.into_iter().flat_map(|d| LAYOUTS.map(|l| (d, l))) {
         let head = block_size * dim * dtype.size();
         let size = blocks * heads * head;
-        let (mut bytes, mut floats) = (vec![0_u8; 2 * size], vec![0_f32; 2 * blocks * heads * block_size]);
+        let (mut bytes, mut floats) = (
+            vec![0_u8; 2 * size],
+            vec![0_f32; 2 * blocks * heads * block_size],
+        );
         let array = |start: usize, base: *mut u8| KvArray {
             base: base.wrapping_add(start),
             block_stride: (heads * head) as isize,
@@ -118,7 +128,8 @@ fn elements_lie_where_the_layout_says() {
             head_dim: dim,
         };
         // SAFETY: the strides stay inside both.
-        let layer = unsafe { KvLayer::new(spec, array(0, base), array(size, base), scales) }.unwrap();
+        let layer =
+            unsafe { KvLayer::new(spec, array(0, base), array(size, base), scales) }.unwrap();
         let slots: Vec<i64> = (0..(blocks * block_size) as i64).rev().collect();
         let rows = |side| -> Vec<f32> {
             let slots = slots.iter().map(|&s| s as usize);
@@ -169,24 +180,43 @@ fn int8_rows_are_rounded_to_nearest_even_by_their_largest_element() {
         row(&[-0.0, 1e-30, -2e-30, 3e-36]),
     ];
     rows.extend((0..40).map(|i| (0..DIM).map(|d| number([9, i, d, 0, 0]) * 3.0).collect()));
-    for order in [Order::HeadMajor, Order::TokenMajor, Order::Strided, Order::Tiled, Order::TiledStrided] {
+    for order in [
+        Order::HeadMajor,
+        Order::TokenMajor,
+        Order::Strided,
+        Order::Tiled,
+        Order::TiledStrided,
+    ] {
         let cache = Cache::new(KvDtype::Int8, order, 3, 32, heads);
         let slots: Vec<i64> = (0..rows.len() as i64).map(|i| 95 - 2 * i).collect();
         let data = rows.concat();
         let vectors = Vectors::from_slice(&data, 1, DIM);
         write_kv(&cache.layer(), &vectors, &vectors, &slots).unwrap();
-        for (side, slot) in [Side::Key, Side::Value].into_iter().flat_map(|s| (0..96).map(move |i| (s, i))) {
+        for (side, slot) in [Side::Key, Side::Value]
+            .into_iter()
+            .flat_map(|s| (0..96).map(move |i| (s, i)))
+        {
             let came = |d| cache.layer().element(side, slot / 32, 0, slot % 32, d);
             let Some(i) = slots.iter().position(|&s| s == slot as i64) else {
-                assert!((0..DIM).all(|d| came(d).is_nan()), "{order:?} slot {slot} was written");
+                assert!(
+                    (0..DIM).all(|d| came(d).is_nan()),
+                    "{order:?} slot {slot} was written"
+                );
                 continue;
             };
             let (scale, integers) = quantized(&rows[i]);
             for d in 0..DIM {
-                let want = if scale == 0.0 { 0.0 } else { f32::from(integers[d]) * scale };
+                let want = if scale == 0.0 {
+                    0.0
+                } else {
+                    f32::from(integers[d]) * scale
+                };
                 assert_eq!(came(d), want, "{order:?} {side:?} row {i} {d}");
                 let error = (f64::from(came(d)) - f64::from(rows[i][d])).abs();
-                assert!(error <= f64::from(scale) * 0.500_02, "row {i} {d}: {error:e} of {scale:e}");
+                assert!(
+                    error <= f64::from(scale) * 0.500_02,
+                    "row {i} {d}: {error:e} of {scale:e}"
+                );
             }
         }
     }
@@ -203,10 +233,18 @@ fn int8_rows_without_a_scale() {
     };
     let cache = Cache::new(KvDtype::Int8, Order::Tiled, 1, 16, heads);
     let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
-    let tiny = [1e-45, 1e-40, 1e-38, 1.2e-38, 1e-37, 1e-36, 1.49e-36, 1.5e-36];
-    let data: Vec<f32> = bad.iter().chain(&tiny).flat_map(|x| [0.25, *x, -x, 0.0]).collect();
+    let tiny = [
+        1e-45, 1e-40, 1e-38, 1.2e-38, 1e-37, 1e-36, 1.49e-36, 1.5e-36,
+    ];
+    let data: Vec<f32> = bad
+        .iter()
+        .chain(&tiny)
+        .flat_map(|x| [0.25, *x, -x, 0.0])
+        .collect();
     let mut data = data;
-    data.chunks_exact_mut(4).skip(bad.len()).for_each(|row| row[0] = 0.0);
+    data.chunks_exact_mut(4)
+        .skip(bad.len())
+        .for_each(|row| row[0] = 0.0);
     let slots: Vec<i64> = (0..(bad.len() + tiny.len()) as i64).collect();
     let vectors = Vectors::from_slice(&data, 1, 4);
     write_kv(&cache.layer(), &vectors, &vectors, &slots).unwrap();
@@ -219,7 +257,10 @@ fn int8_rows_without_a_scale() {
             if t < bad.len() {
                 assert!(came.is_nan(), "{side:?} {t} {d}: {came}");
             } else {
-                assert!((came - x).abs() <= 1.5e-36, "{side:?} {t} {d}: {came:e}, expected {x:e}");
+                assert!(
+                    (came - x).abs() <= 1.5e-36,
+                    "{side:?} {t} {d}: {came:e}, expected {x:e}"
+                );
             }
         }
     }

@@ -46,7 +46,12 @@ impl Memory {
     fn written(&self, n: usize) -> &[u8] {
         let (before, rest) = self.bytes.split_at(Self::MARGIN);
         let (written, after) = rest.split_at(n);
-        assert!([before, after].concat().iter().all(|&b| b == Self::UNTOUCHED));
+        assert!(
+            [before, after]
+                .concat()
+                .iter()
+                .all(|&b| b == Self::UNTOUCHED)
+        );
         written
     }
 }
@@ -100,7 +105,12 @@ impl Random {
 #[track_caller]
 fn same(got: f32, want: f32, what: &str) {
     let equal = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
-    assert!(equal, "{what}: {got:e} ({:08x}), expected {want:e} ({:08x})", got.to_bits(), want.to_bits());
+    assert!(
+        equal,
+        "{what}: {got:e} ({:08x}), expected {want:e} ({:08x})",
+        got.to_bits(),
+        want.to_bits()
+    );
 }
 
 struct Check(Isa);
@@ -171,7 +181,11 @@ fn floats<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         let wants = [x + y, x - y, x * y, x / y, fma(x, y, z), below(x, y, z)];
         let names = ["add", "sub", "mul", "div", "fma", "select_below"];
         for ((got, want), name) in results.iter().zip(wants).zip(names) {
-            same(got[i], want, &format!("{isa} {name} of {x:e}, {y:e}, {z:e}"));
+            same(
+                got[i],
+                want,
+                &format!("{isa} {name} of {x:e}, {y:e}, {z:e}"),
+            );
         }
         same(results[6][i], results[6][0], "splat");
         if !x.is_nan() && !y.is_nan() {
@@ -180,14 +194,25 @@ fn floats<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     }
 
     // Below 2^22, ties included.
-    let x = random.plain().map(|x| (x * 32.0).round_ties_even() / 2.0 + x * f32::from(u8::from(x > 0.0)));
+    let x = random
+        .plain()
+        .map(|x| (x * 32.0).round_ties_even() / 2.0 + x * f32::from(u8::from(x > 0.0)));
     let n = random.words().map(|bits| (bits % 254) as f32 - 126.0);
     let rounded = store(s, s.round(load(s, &x)));
     let scaled = store(s, s.scale(load(s, &y), load(s, &n)));
     for i in 0..S::LANES {
-        assert_eq!(rounded[i], x[i].round_ties_even(), "{isa} round of {}", x[i]);
+        assert_eq!(
+            rounded[i],
+            x[i].round_ties_even(),
+            "{isa} round of {}",
+            x[i]
+        );
         let power = f32::from_bits(((n[i] as i32 + 127) as u32) << 23);
-        same(scaled[i], y[i] * power, &format!("{isa} {} times 2^{}", y[i], n[i]));
+        same(
+            scaled[i],
+            y[i] * power,
+            &format!("{isa} {} times 2^{}", y[i], n[i]),
+        );
     }
 }
 
@@ -201,7 +226,11 @@ fn lanes<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     // SAFETY: there is room for MAX_LANES words.
     unsafe { s.store(to.at(), s.load(from.at())) };
     to.written(4 * S::LANES);
-    assert_eq!(to.words()[..S::LANES], x[..S::LANES], "{isa} load and store");
+    assert_eq!(
+        to.words()[..S::LANES],
+        x[..S::LANES],
+        "{isa} load and store"
+    );
 
     let (low, high) = s.zip(a, b);
     let zipped = [&bits(low)[..S::LANES], &bits(high)[..S::LANES]].concat();
@@ -226,7 +255,10 @@ fn lanes<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         }
     }
     same(s.sum(a), tree[0], &format!("{isa} sum"));
-    let largest = x[..S::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let largest = x[..S::LANES]
+        .iter()
+        .copied()
+        .fold(f32::NEG_INFINITY, f32::max);
     same(s.maximum(a), largest, &format!("{isa} maximum"));
     same(s.first(a), x[0], &format!("{isa} first"));
 }
@@ -257,14 +289,21 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         let exact = f64::from(sum) + terms.map(f64::from).iter().sum::<f64>();
         let size = f64::from(sum.abs()) + terms.map(|x| f64::from(x.abs())).iter().sum::<f64>();
         let error = (f64::from(got) - exact).abs();
-        assert!(error <= 2e-7 * size, "{isa} dot_bf16 {what}: {sum:e} + {terms:?} is {got:e}, expected {exact:e}");
+        assert!(
+            error <= 2e-7 * size,
+            "{isa} dot_bf16 {what}: {sum:e} + {terms:?} is {got:e}, expected {exact:e}"
+        );
     };
     for i in 0..S::LANES {
         let terms = [0, 1].map(|j| wide(pairs[i][j]) * wide(factor[j]));
         check("of both", all[i], sum[i], terms);
         if parts == 2 && isa != Isa::Scalar {
             let [x, y] = [0, 1].map(|j| (wide(pairs[i][j]), wide(factor[j])));
-            same(all[i], y.0.mul_add(y.1, x.0.mul_add(x.1, sum[i])), &format!("{isa} dot_bf16"));
+            same(
+                all[i],
+                y.0.mul_add(y.1, x.0.mul_add(x.1, sum[i])),
+                &format!("{isa} dot_bf16"),
+            );
         }
     }
 
@@ -272,23 +311,52 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         // A NaN in the element that is cleared is gone.
         for last in [false, true] {
             let mut pairs = pairs;
-            pairs.iter_mut().for_each(|pair| pair[usize::from(!last)] = 0xffff);
+            pairs
+                .iter_mut()
+                .for_each(|pair| pair[usize::from(!last)] = 0xffff);
             let mut memory = Memory::of(&pairs.map(|[x, y]| u32::from(x) | u32::from(y) << 16));
             // SAFETY: as above.
             let a = unsafe { s.load_bf16(memory.at(), 0) };
             let kept = s.dot_bf16(s.keep_bf16(a, last), s.splat_bf16(words[0]), load(s, &sum));
             for (i, got) in store(s, kept)[..S::LANES].iter().enumerate() {
                 let j = usize::from(last);
-                check(&format!("last {last} lane {i} {words:x?} {:x?} {:?}", pairs[i], &store(s,kept)[..]), *got, sum[i], [wide(pairs[i][j]) * wide(factor[j]), 0.0]);
+                check(
+                    &format!(
+                        "last {last} lane {i} {words:x?} {:x?} {:?}",
+                        pairs[i],
+                        &store(s, kept)[..]
+                    ),
+                    *got,
+                    sum[i],
+                    [wide(pairs[i][j]) * wide(factor[j]), 0.0],
+                );
             }
         }
     }
 
     // Any float but NaN, and ties; where pairs are one operation, subnormal numbers are zero.
-    let x = random.any().map(|x| if x.is_nan() || x.is_subnormal() { 1.0 } else { x });
+    let x = random.any().map(|x| {
+        if x.is_nan() || x.is_subnormal() {
+            1.0
+        } else {
+            x
+        }
+    });
     let tie = random.bits();
-    let x = x.map(|x| if tie & 1 == 0 { x } else { f32::from_bits(x.to_bits() & 0xffff_0000 | 0x8000) });
-    let x = x.map(|x| if x.is_nan() || x.is_subnormal() { 1.0 } else { x });
+    let x = x.map(|x| {
+        if tie & 1 == 0 {
+            x
+        } else {
+            f32::from_bits(x.to_bits() & 0xffff_0000 | 0x8000)
+        }
+    });
+    let x = x.map(|x| {
+        if x.is_nan() || x.is_subnormal() {
+            1.0
+        } else {
+            x
+        }
+    });
     for at in [0, S::LANES] {
         let mut words = Memory::new();
         let first = at * parts / 2;
@@ -298,7 +366,13 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         let got = words.words();
         for i in (0..S::LANES).step_by(2) {
             let want = S::bf16_words([narrow(x[i]), narrow(x[i + 1])]);
-            assert_eq!(got[i / 2 * parts..][..parts], want[..parts], "{isa} store_bf16 of {}, {}", x[i], x[i + 1]);
+            assert_eq!(
+                got[i / 2 * parts..][..parts],
+                want[..parts],
+                "{isa} store_bf16 of {}, {}",
+                x[i],
+                x[i + 1]
+            );
         }
     }
 }
@@ -307,7 +381,13 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
 #[inline(always)]
 fn integers<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     let (x, sums) = (random.words(), random.words().map(|x| x >> 8));
-    let x = x.map(|x| if x % 16 == 0 { [0x8080_8080, 0x7f7f_7f7f, 0xffff_ffff][x as usize % 3] } else { x });
+    let x = x.map(|x| {
+        if x % 16 == 0 {
+            [0x8080_8080, 0x7f7f_7f7f, 0xffff_ffff][x as usize % 3]
+        } else {
+            x
+        }
+    });
     let factors: [i16; 4] = std::array::from_fn(|_| match random.bits() {
         x if x % 8 == 0 => [i16::MIN, i16::MAX][x as usize / 8 % 2],
         x => x as i16,
@@ -332,12 +412,17 @@ fn integers<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         let group = x[i].to_le_bytes().map(|b| i32::from(b as i8));
         let products = group.iter().zip(factors).map(|(&x, f)| x * i32::from(f));
         let want = sums[i] as i32 + products.sum::<i32>();
-        assert_eq!(integers[i] as i32, want, "{isa} dot_i16 of {group:?} and {factors:?}");
+        assert_eq!(
+            integers[i] as i32, want,
+            "{isa} dot_i16 of {group:?} and {factors:?}"
+        );
         same(floats[i], want as f32, &format!("{isa} to_f32"));
     }
 
     // Halves and all that a weight may be.
-    let x = random.words().map(|x| ((x % 131_069) as f32 - 65_534.0) / 2.0);
+    let x = random
+        .words()
+        .map(|x| ((x % 131_069) as f32 - 65_534.0) / 2.0);
     for at in [0, S::LANES] {
         let mut words = Memory::new();
         // SAFETY: as above.
@@ -345,9 +430,15 @@ fn integers<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         words.written(2 * S::LANES);
         let got = words.words();
         for i in (0..S::LANES).step_by(4) {
-            let n: [u32; 4] = std::array::from_fn(|j| u32::from(x[i + j].round_ties_even() as i16 as u16));
+            let n: [u32; 4] =
+                std::array::from_fn(|j| u32::from(x[i + j].round_ties_even() as i16 as u16));
             let want = [n[0] | n[2] << 16, n[1] | n[3] << 16];
-            assert_eq!(got[i / 2..][..2], want, "{isa} store_i16 of {:?}", &x[i..][..4]);
+            assert_eq!(
+                got[i / 2..][..2],
+                want,
+                "{isa} store_i16 of {:?}",
+                &x[i..][..4]
+            );
         }
     }
 }
@@ -362,7 +453,10 @@ fn shuffles<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     // SAFETY: there is room for MAX_LANES words.
     unsafe { s.store_halves(low.at(), high.at(), words) };
     let halves = |half: u32| -> Vec<u8> {
-        x[..n].iter().flat_map(|x| ((x >> (16 * half)) as u16).to_le_bytes()).collect()
+        x[..n]
+            .iter()
+            .flat_map(|x| ((x >> (16 * half)) as u16).to_le_bytes())
+            .collect()
     };
     assert_eq!(low.written(2 * n), halves(0), "{isa} store_halves, low");
     assert_eq!(high.written(2 * n), halves(1), "{isa} store_halves, high");
@@ -381,8 +475,16 @@ fn shuffles<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         let elements = (0..n).flat_map(|i| rows.iter().map(move |row| &row[i * size..][..size]));
         elements.flatten().copied().collect()
     };
-    assert_eq!(two.written(4 * n), interleaved(&content[..2], 2), "{isa} interleave_2");
-    assert_eq!(four.written(4 * n), interleaved(&content, 1), "{isa} interleave_4");
+    assert_eq!(
+        two.written(4 * n),
+        interleaved(&content[..2], 2),
+        "{isa} interleave_2"
+    );
+    assert_eq!(
+        four.written(4 * n),
+        interleaved(&content, 1),
+        "{isa} interleave_4"
+    );
 }
 
 /// Every f16.
@@ -393,7 +495,11 @@ fn widening<S: Simd>(s: S, isa: Isa) {
         // SAFETY: an array has MAX_LANES elements.
         let wide = store(s, unsafe { s.load_f16(bits.as_ptr()) });
         for i in 0..S::LANES {
-            same(wide[i], f16::from_bits(bits[i]).to_f32(), &format!("{isa} load_f16"));
+            same(
+                wide[i],
+                f16::from_bits(bits[i]).to_f32(),
+                &format!("{isa} load_f16"),
+            );
         }
     }
 }

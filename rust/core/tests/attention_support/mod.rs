@@ -155,7 +155,10 @@ impl Cache {
                 let (k, v) = (token + gap, token + 2 * gap);
                 let all = k * tokens * blocks * heads;
                 let of_key = [k * tokens, k * tokens * blocks, k];
-                [(gap, of_key), (gap + all, [v * heads * tokens, v, v * heads])]
+                [
+                    (gap, of_key),
+                    (gap + all, [v * heads * tokens, v, v * heads]),
+                ]
             }
             Order::TiledStrided => {
                 let (k, v) = (head + 2 * gap, head + 3 * gap);
@@ -163,12 +166,14 @@ impl Cache {
                 [(gap, [k, k * blocks, 0]), (gap + all, [v * heads, v, 0])]
             }
         }
-        .map(|(start, [block_stride, head_stride, token_stride])| KvArray {
-            base: self.bytes.as_ptr().cast_mut().wrapping_offset(start),
-            block_stride,
-            head_stride,
-            token_stride,
-        });
+        .map(
+            |(start, [block_stride, head_stride, token_stride])| KvArray {
+                base: self.bytes.as_ptr().cast_mut().wrapping_offset(start),
+                block_stride,
+                head_stride,
+                token_stride,
+            },
+        );
         // A block's scales of K, then those of V; aligned to nothing.
         let head = 4 * s.block_size as isize;
         let scales = Scales {
@@ -349,12 +354,15 @@ pub fn oracle(
     for row in query.chunks_exact_mut(heads.dim) {
         match spec.dtype {
             KvDtype::F32 | KvDtype::F16 => {}
-            KvDtype::Bf16 => row.iter_mut().for_each(|q| *q = bf16::from_f32(*q).to_f32()),
+            KvDtype::Bf16 => row
+                .iter_mut()
+                .for_each(|q| *q = bf16::from_f32(*q).to_f32()),
             KvDtype::Int8 => {
                 let most = (i32::MAX as usize / 127 / heads.dim).min(32767) as f32;
                 let largest = row.iter().fold(1e-30, |m: f32, q| m.max(q.abs()));
                 let (units, unit) = (most / largest, largest / most);
-                row.iter_mut().for_each(|q| *q = (*q * units).round_ties_even() * unit);
+                row.iter_mut()
+                    .for_each(|q| *q = (*q * units).round_ties_even() * unit);
             }
         }
     }
@@ -392,14 +400,33 @@ fn worst(got: &[f32], want: &[f64], allowed: impl Fn(f64) -> f64) -> (usize, f64
     let errors = got.iter().zip(want).map(|(&x, &y)| {
         let error = (f64::from(x) - y).abs() / allowed(y);
         // Infinities are equal, a NaN is as wrong as can be.
-        if f64::from(x) == y { 0.0 } else if error.is_nan() { f64::INFINITY } else { error }
+        if f64::from(x) == y {
+            0.0
+        } else if error.is_nan() {
+            f64::INFINITY
+        } else {
+            error
+        }
     });
-    errors.enumerate().max_by(|x, y| x.1.total_cmp(&y.1)).unwrap_or((0, 0.0))
+    errors
+        .enumerate()
+        .max_by(|x, y| x.1.total_cmp(&y.1))
+        .unwrap_or((0, 0.0))
 }
 
 pub fn assert_close(got: &Rows, want: &naive::Attention, tolerance: (f64, f64), what: &str) {
     let (i, error) = worst(&got.out, &want.out, |_| tolerance.0);
-    assert!(error <= 1.0, "{what}: element {i} is {}, expected {}: {error:.2} of what is allowed", got.out[i], want.out[i]);
+    assert!(
+        error <= 1.0,
+        "{what}: element {i} is {}, expected {}: {error:.2} of what is allowed",
+        got.out[i],
+        want.out[i]
+    );
     let (i, error) = worst(&got.lse, &want.lse, |y| tolerance.1 * y.abs().max(1.0));
-    assert!(error <= 1.0, "{what}: lse {i} is {}, expected {}: {error:.2} of what is allowed", got.lse[i], want.lse[i]);
+    assert!(
+        error <= 1.0,
+        "{what}: lse {i} is {}, expected {}: {error:.2} of what is allowed",
+        got.lse[i],
+        want.lse[i]
+    );
 }
