@@ -161,7 +161,8 @@ fn place(a: &Arrangement) -> (Vec<Sequence>, usize) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
+    // Fewer than usual; PROPTEST_CASES scales them.
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases * 3 / 8, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn a_row_alone_equals_the_same_row_in_any_arrangement(a in arrangements()) {
@@ -249,8 +250,7 @@ fn threads_and_layouts_change_nothing() {
     }
 }
 
-/// A visible NaN or infinity reaches the rows that see it, and no other. (An infinite score may be one of no weight: only
-/// that the others do not change is certain.)
+/// A visible NaN or infinity reaches the rows that see it, and no other.
 #[test]
 fn a_visible_nan_shows_in_its_rows_alone() {
     let heads = Heads {
@@ -294,18 +294,16 @@ fn a_visible_nan_shows_in_its_rows_alone() {
                     assert_eq!(got, want, "{isa} {dtype:?} row {row}");
                     continue;
                 }
+                // A bad value shows in its dimension, and of a quantized token in all. A bad key shows in all; an infinite
+                // one may also be a score that leaves no weight.
+                let alone = side == 2 && dtype != KvDtype::Int8;
+                let certain = side == 2 || bad.is_nan() || dtype == KvDtype::Int8;
                 for (i, x) in out.out[row * 32..][..32].iter().enumerate() {
-                    // A bad value shows in its dimension; of a quantized token, in all. A bad key, in all.
-                    let shows = (side, dtype) != (2, KvDtype::Int8) && side == 2;
-                    let bad_here = if shows {
-                        i % 16 == 3
-                    } else {
-                        bad.is_nan() || side == 2
-                    };
-                    if bad_here {
-                        assert!(!x.is_finite(), "{isa} {dtype:?} row {row}: {x}");
-                    } else if shows {
-                        assert_eq!(*x, plain.out[row * 32 + i], "{isa} {dtype:?} row {row}");
+                    let what = format!("{isa} {dtype:?} side {side}, {bad}, row {row}: {x}");
+                    if alone && i % 16 != 3 {
+                        assert_eq!(*x, plain.out[row * 32 + i], "{what}");
+                    } else if certain {
+                        assert!(!x.is_finite(), "{what}");
                     }
                 }
             }
