@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -395,6 +395,7 @@ class AttentionPlan:
         num_blocks: int,
         num_threads: int | None = None,
     ) -> AttentionPlan: ...
+    @overload
     def attend(
         self,
         query: NDArray[np.float32],
@@ -404,10 +405,35 @@ class AttentionPlan:
         scale: float | None = None,
         causal: bool = True,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: NDArray[np.float32] | None = None,
+        sinks: NDArray[np.float32] | None = None,
+        k_scale: NDArray[np.float32] | None = None,
+        v_scale: NDArray[np.float32] | None = None,
         out: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
-        """Attention of every query row over its sequence's KV, see `paged_attention`."""
+        return_lse: Literal[False] = False,
+    ) -> NDArray[np.float32]: ...
+    @overload
+    def attend(
+        self,
+        query: NDArray[np.float32],
+        key_cache: NDArray[Any],
+        value_cache: NDArray[Any],
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: NDArray[np.float32] | None = None,
+        sinks: NDArray[np.float32] | None = None,
+        k_scale: NDArray[np.float32] | None = None,
+        v_scale: NDArray[np.float32] | None = None,
+        out: NDArray[np.float32] | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Attention of every query row over its sequence's KV: options and results are those of `paged_attention`."""
 
+@overload
 def paged_attention(
     query: NDArray[np.float32],
     key_cache: NDArray[Any],
@@ -419,29 +445,77 @@ def paged_attention(
     scale: float | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+    k_scale: NDArray[np.float32] | None = None,
+    v_scale: NDArray[np.float32] | None = None,
     out: NDArray[np.float32] | None = None,
+    return_lse: Literal[False] = False,
     num_threads: int | None = None,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float32]: ...
+@overload
+def paged_attention(
+    query: NDArray[np.float32],
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+    block_tables: NDArray[np.int32],
+    query_starts: NDArray[np.int32],
+    kv_lens: NDArray[np.int32],
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+    k_scale: NDArray[np.float32] | None = None,
+    v_scale: NDArray[np.float32] | None = None,
+    out: NDArray[np.float32] | None = None,
+    return_lse: Literal[True],
+    num_threads: int | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Attention over a paged KV cache (PagedAttention, Kwon et al. 2023). Bit-equal in any batch.
+
+    A row of query head h is ``softmax(x) @ values`` over the keys that it sees, where a key's
+    ``x = softcap * tanh(scale * (query @ key) / softcap) - alibi_slopes[h] * distance``; without these two options,
+    ``x = scale * (query @ key)``. A sink is one more key: its x is ``sinks[h]``, its value is zero.
+
+    Arithmetic is in float32, on AVX-512 with BF16 in the products of bfloat16 that this instruction set has. Over an
+    int8 cache, an element is its integer times its token's scale; a query row and its weights are rounded to 16 bits,
+    1.5e-5 of the row's largest (queries beyond 516 dimensions a little coarser), and their sums are exact integers.
 
     Args:
         query: float32 [T, num_heads, head_dim], the new tokens of all sequences, one after another.
         key_cache: one layer's keys, in one of two layouts told apart by their rank:
             *rows* [num_blocks, num_kv_heads, block_size, head_dim], innermost dimension contiguous, any other
             strides; *tiled* [num_blocks, num_kv_heads, block_size * head_dim], see `KVCache`.
-            float32, float16, or bfloat16 seen as uint16.
-        value_cache: likewise.
+            float32, float16, bfloat16 (or its bits as uint16), or int8, which needs the scales.
+        value_cache: likewise, of the same dtype and shape.
         block_tables: int32 [num_seqs, max_blocks].
         query_starts: int32 [num_seqs + 1].
         kv_lens: int32 [num_seqs], new tokens included.
         scale: multiplies the scores; 1 / sqrt(head_dim) by default.
         causal: a row sees the keys up to its own position; the last row is the last position.
-        sliding_window: a row sees at most this many last keys, itself included.
-        out: float32 [T, num_heads, head_dim] to write to; a new array by default.
+        sliding_window: a row sees at most this many last keys, itself included. Needs ``causal``.
+        softcap: bounds the scaled scores by plus and minus this number, above 0 (Gemma 2).
+        alibi_slopes: float32 [num_heads], finite: what a score loses for each position between its query and its key
+            (ALiBi, Press et al. 2022).
+        sinks: float32 [num_heads], finite, or minus infinity for none (gpt-oss; StreamingLLM, Xiao et al. 2024).
+        k_scale: of an int8 ``key_cache``, and of no other: float32 [num_blocks, num_kv_heads, block_size], innermost
+            dimension contiguous, any other strides, any alignment.
+        v_scale: likewise, of ``value_cache``.
+        out: float32 [T, num_heads, head_dim] to write to; a new array by default. Apart from all that is read.
+        return_lse: also return, float32 [T, num_heads], the logarithm of the sum that each row was divided by, sinks
+            included: ``log(sum(exp(x)))``, minus infinity where the row saw nothing. Results over parts of a
+            context, weighted by ``exp(lse - logaddexp of all)``, add up to that over the whole.
         num_threads: threads to use, or None for all available.
 
     Returns:
-        float32 [T, num_heads, head_dim]. A row that sees no key is zero.
+        float32 [T, num_heads, head_dim], or a pair of it and the logarithms. A row that sees no key is zero.
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
     """
 
 def write_kv(
@@ -450,8 +524,19 @@ def write_kv(
     key_cache: NDArray[Any],
     value_cache: NDArray[Any],
     slots: NDArray[np.int64],
+    *,
+    k_scale: NDArray[np.float32] | None = None,
+    v_scale: NDArray[np.float32] | None = None,
 ) -> None:
-    """Store new keys and values, float32 [T, num_kv_heads, head_dim], at ``slots`` [T]; slot -1 is skipped."""
+    """Store new keys and values, float32 [T, num_kv_heads, head_dim], at ``slots`` [T]; slot -1 is skipped.
+
+    Elements are rounded to the caches' dtype, to nearest even. int8 is quantized for each token and head by itself:
+    the scale, ``max(abs(x)) / 127``, goes to ``k_scale`` and ``v_scale``, see `paged_attention`; an element is the
+    nearest integer to x / scale. A row with NaN or infinity gets the scale NaN.
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
+    """
 
 def copy_blocks(cache: NDArray[Any], pairs: NDArray[np.int32]) -> None:
     """Copy whole blocks of ``cache`` (first axis: blocks, each contiguous) by ``(source, destination)`` rows.

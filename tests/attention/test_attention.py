@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,8 @@ from leafkv._core import AttentionPlan, copy_blocks, instruction_set, paged_atte
 
 from . import reference
 
-TOLERANCE = {"f32": 2e-6, "f16": 2e-6, "bf16": 2e-2}
+# bfloat16: its products may be of bfloat16 (AVX-512); int8: queries and weights have 16 bits.
+TOLERANCE = {"f32": 2e-6, "f16": 2e-6, "bf16": 2e-2, "int8": 2e-4}
 
 
 class Batch(NamedTuple):
@@ -29,17 +32,22 @@ class Batch(NamedTuple):
     tables: NDArray[np.int32]
     starts: NDArray[np.int32]
     lens: NDArray[np.int32]
+    scales: Mapping[str, Any] = MappingProxyType({})  # of int8
 
     @property
     def step(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         return self.tables, self.starts, self.lens
 
-    def attend(self, **options: Any) -> NDArray[np.float32]:
-        return paged_attention(self.query, self.keys, self.values, *self.step, **options)
+    def attend(self, **options: Any) -> Any:
+        return paged_attention(self.query, self.keys, self.values, *self.step, **{**self.scales, **options})
 
-    def tiled(self, **options: Any) -> NDArray[np.float32]:
+    def tiled(self, **options: Any) -> Any:
         keys, values = reference.tile_keys(self.keys), reference.tile_values(self.values)
-        return paged_attention(self.query, keys, values, *self.step, **options)
+        return self._replace(keys=keys, values=values).attend(**options)
+
+    def want(self, **options: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The result and the logarithms of its sums, by the definition."""
+        return reference.attention(self.query, self.keys, self.values, *self.step, **{**self.scales, **options})
 
 
 def make(
@@ -66,33 +74,81 @@ def make(
     rows = [n for _, n in sequences]
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     query = rng.standard_normal((sum(rows), heads[0], head_dim), np.float32)
+    step = (tables, starts, np.array([kv for kv, _ in sequences], np.int32))
+    if dtype == "int8":
+        (keys, k_scale), (values, v_scale) = map(reference.quantize, caches)
+        return Batch(query, keys, values, *step, {"k_scale": k_scale, "v_scale": v_scale})
     keys, values = (reference.store(cache, dtype) for cache in caches)
-    return Batch(query, keys, values, tables, starts, np.array([kv for kv, _ in sequences], np.int32))
+    return Batch(query, keys, values, *step)
 
 
 SEQUENCES = [(1, 1), (40, 7), (300, 1), (257, 20), (512, 2)]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"sliding_window": 37}, {"scale": 0.5}], ids=str)
+DTYPES = ["f32", "f16", "bf16", "int8"]
+CAP: dict[str, Any] = {"softcap": 1.5}
+ALIBI: dict[str, Any] = {"alibi_slopes": np.array([0.5, 0.02, 0.0, -0.01], np.float32)}
+SINKS: dict[str, Any] = {"sinks": np.array([0.5, -np.inf, 6.0, -30.0], np.float32)}
+WINDOW: dict[str, Any] = {"sliding_window": 37}
+OPTIONS = [
+    *({}, {"scale": 0.5}, CAP, ALIBI, SINKS, WINDOW),
+    *(CAP | ALIBI, CAP | SINKS, CAP | WINDOW, ALIBI | SINKS, ALIBI | WINDOW, SINKS | WINDOW),
+    *(CAP | ALIBI | SINKS | WINDOW, CAP | ALIBI | SINKS | {"scale": -2.0}),
+]
+OPTIONS += [options | {"causal": False} for options in OPTIONS if "sliding_window" not in options]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_matches_the_definition_in_both_layouts(dtype: str, options: dict[str, Any]) -> None:
     batch = make(SEQUENCES, dtype)
-    want = reference.attention(*batch, **options)
-    rows, tiled = batch.attend(**options), batch.tiled(**options)
-    np.testing.assert_allclose(rows, want, rtol=0, atol=TOLERANCE[dtype])
-    np.testing.assert_array_equal(rows.view(np.uint32), tiled.view(np.uint32))
+    rows = batch.attend(**options, return_lse=True)
+    tiled = batch.tiled(**options, return_lse=True)
+    for got, bits, want in zip(rows, tiled, batch.want(**options), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max()))
+        np.testing.assert_array_equal(got.view(np.uint32), bits.view(np.uint32))
+    np.testing.assert_array_equal(batch.attend(**options), rows[0])
+
+
+def test_the_parts_of_a_context_add_up_by_their_log_sums() -> None:
+    batch = make([(300, 1), (300, 2)], "int8")
+    whole, total = batch.attend(causal=False, return_lse=True)
+    first = batch._replace(tables=batch.tables[:, :10], lens=np.array([160, 160], np.int32))
+    second = batch._replace(tables=batch.tables[:, 10:], lens=np.array([140, 140], np.int32))
+    (a, lse_a), (b, lse_b) = (part.attend(causal=False, return_lse=True) for part in (first, second))
+    lse = np.logaddexp(lse_a, lse_b)
+    np.testing.assert_allclose(lse, total, rtol=0, atol=2e-6)
+    merged = a * np.exp(lse_a - lse)[..., None] + b * np.exp(lse_b - lse)[..., None]
+    np.testing.assert_allclose(merged, whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores_are_finite(dtype: str) -> None:
+    batch = make(SEQUENCES, dtype)
+    for options in ({}, SINKS, ALIBI, CAP | SINKS):
+        large = {**options, "scale": 1e5}
+        for got, want in zip(batch.attend(**large, return_lse=True), batch.want(**large), strict=True):
+            assert np.isfinite(got).all()
+            if dtype != "bf16":
+                np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-3)
+    assert np.abs(batch.want(scale=1e5)[1]).max() > 1e5
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 46, 72, 80, 112, 128, 256])
 def test_any_head_dimension(head_dim: int) -> None:
     batch = make([(33, 3), (280, 1)], head_dim=head_dim)
-    np.testing.assert_allclose(batch.tiled(), reference.attention(*batch), rtol=0, atol=4e-6)
+    np.testing.assert_allclose(batch.tiled(), batch.want()[0], rtol=0, atol=4e-6)
+    batch = make([(33, 3), (280, 1)], "int8", head_dim=head_dim)
+    got = batch.attend() if head_dim % 4 else batch.tiled()
+    np.testing.assert_allclose(got, batch.want()[0], rtol=0, atol=TOLERANCE["int8"])
 
 
+@pytest.mark.parametrize("dtype", ["f32", "int8"])
 @pytest.mark.parametrize("block_size", [1, 3, 32, 256])
-def test_any_block_size(block_size: int) -> None:
-    batch = make(SEQUENCES, block_size=block_size)
-    np.testing.assert_allclose(batch.attend(), reference.attention(*batch), rtol=0, atol=2e-6)
+def test_any_block_size(block_size: int, dtype: str) -> None:
+    batch = make(SEQUENCES, dtype, block_size=block_size)
+    np.testing.assert_allclose(batch.attend(), batch.want()[0], rtol=0, atol=TOLERANCE[dtype])
 
 
 def strided(batch: Batch, kind: str) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -119,15 +175,40 @@ def strided(batch: Batch, kind: str) -> tuple[NDArray[Any], NDArray[Any]]:
     return keys, values
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("kind", ["interleaved", "layers", "token-major", "different", "misaligned"])
 def test_strided_views_are_read_in_place(kind: str, dtype: str) -> None:
     batch = make(SEQUENCES, dtype)
     keys, values = strided(batch, kind)
-    out = paged_attention(batch.query, keys, values, *batch.step)
-    np.testing.assert_array_equal(out, batch.attend())
+    view = batch._replace(keys=keys, values=values)
+    np.testing.assert_array_equal(view.attend(), batch.attend())
     values[...] = 0
-    assert not paged_attention(batch.query, keys, values, *batch.step).any()
+    assert not view.attend().any()
+
+
+@pytest.mark.parametrize("kind", ["layers", "different", "misaligned"])
+def test_strided_scales_are_read_and_written_in_place(kind: str) -> None:
+    batch = make(SEQUENCES, "int8")
+    n, h, b, _ = batch.keys.shape
+    packed = np.zeros((n, 3, h, 2, b + 1), np.float32)
+    k_scale, v_scale = packed[:, 1, :, 0, :b], packed[:, 1, :, 1, 1:]
+    if kind == "different":
+        k_scale = np.zeros((h, n, b), np.float32).swapaxes(0, 1)
+    elif kind == "misaligned":  # and in reverse
+        raw = np.zeros(k_scale.size * 4 + 1, np.uint8)[1:]
+        v_scale = raw.view(np.float32).reshape(n, h, b)[::-1]
+    k_scale[...], v_scale[...] = batch.scales["k_scale"], batch.scales["v_scale"]
+    view = batch._replace(scales={"k_scale": k_scale, "v_scale": v_scale})
+    np.testing.assert_array_equal(view.attend(), batch.attend())
+
+    key, value = np.random.default_rng(0).standard_normal((2, n * b, h, 16), np.float32)
+    write_kv(key, value, batch.keys, batch.values, np.arange(n * b), **view.scales)
+    for scales, new in zip((k_scale, v_scale), (key, value), strict=True):
+        np.testing.assert_array_equal(scales, reference.quantize(new)[1].reshape(n, b, h).swapaxes(1, 2))
+    assert not packed[:, [0, 2]].any()
+    np.testing.assert_allclose(view.attend(), view.want()[0], rtol=0, atol=TOLERANCE["int8"])
+    v_scale[...] = 0
+    assert not view.attend().any()
 
 
 def test_strided_query_and_tables() -> None:
@@ -138,22 +219,26 @@ def test_strided_query_and_tables() -> None:
     np.testing.assert_array_equal(out, batch.attend())
 
 
-def test_a_row_is_bit_equal_alone_in_a_batch_and_with_any_threads() -> None:
-    batch = make([(900, 1), (900, 30), (64, 64)], "bf16", heads=(8, 2), head_dim=64)
-    together = batch.tiled(num_threads=1)
+@pytest.mark.parametrize(("dtype", "options"), [("bf16", {}), ("int8", {}), ("int8", CAP | ALIBI | SINKS | WINDOW)])
+def test_a_row_is_bit_equal_alone_in_a_batch_and_with_any_threads(dtype: str, options: dict[str, Any]) -> None:
+    batch = make([(900, 1), (900, 30), (64, 64)], dtype, heads=(4, 2), head_dim=64)
+    together, lse = batch.tiled(num_threads=1, return_lse=True, **options)
     for threads in (1, 2, 5, None):
-        np.testing.assert_array_equal(batch.attend(num_threads=threads), together)
+        for got, want in zip(
+            batch.attend(num_threads=threads, return_lse=True, **options), (together, lse), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
     for i, (start, end) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
         for row in range(start, end):
-            alone = paged_attention(
-                batch.query[row : row + 1],
-                batch.keys,
-                batch.values,
-                batch.tables[i : i + 1],
-                np.array([0, 1], np.int32),
-                np.array([batch.lens[i] - (end - 1 - row)], np.int32),
+            one = batch._replace(
+                query=batch.query[row : row + 1],
+                tables=batch.tables[i : i + 1],
+                starts=np.array([0, 1], np.int32),
+                lens=np.array([batch.lens[i] - (end - 1 - row)], np.int32),
             )
+            alone, sums = one.attend(return_lse=True, **options)
             np.testing.assert_array_equal(alone[0], together[row])
+            np.testing.assert_array_equal(sums[0], lse[row])
 
 
 def plan_of(batch: Batch, **kwargs: Any) -> AttentionPlan:
@@ -173,7 +258,7 @@ def test_a_plan_serves_every_layer_and_mask_and_owns_what_it_needs() -> None:
     plan = plan_of(batch._replace(tables=tables, starts=starts, lens=lens))
     for array in (tables, starts, lens):
         array.fill(-7)
-    masks: list[dict[str, Any]] = [{}, {"sliding_window": 5}, {"causal": False}, {}]
+    masks: list[dict[str, Any]] = [{}, {"sliding_window": 5}, {"causal": False}, CAP | ALIBI | SINKS, {}]
     for options in masks:
         got = plan.attend(batch.query, batch.keys, batch.values, **options)
         np.testing.assert_array_equal(got, batch.attend(**options))
@@ -188,13 +273,18 @@ def test_out_is_written_and_returned() -> None:
     assert batch.attend(out=view) is view
     np.testing.assert_array_equal(view, batch.attend())
     assert np.isnan(out[:, [0, 2]]).all()
+    assert plan_of(batch).attend(batch.query, batch.keys, batch.values, out=view, return_lse=True)[0] is view
 
 
 def test_rows_that_see_no_key_are_zero() -> None:
     batch = make([(0, 2), (3, 5)])
-    out = batch.attend(causal=False)
+    out, lse = batch.attend(causal=False, return_lse=True)
     assert not out[:2].any()
-    np.testing.assert_allclose(out, reference.attention(*batch, causal=False), rtol=0, atol=2e-6)
+    assert (lse[:2] == -np.inf).all()
+    np.testing.assert_allclose(out, batch.want(causal=False)[0], rtol=0, atol=2e-6)
+    out, lse = batch.attend(causal=False, return_lse=True, **SINKS)
+    assert not out[:2].any()
+    np.testing.assert_array_equal(lse[:2], [SINKS["sinks"]] * 2)
 
 
 def test_an_empty_batch_is_empty() -> None:
@@ -218,6 +308,31 @@ def test_write_kv_fills_both_layouts(dtype: str) -> None:
         np.testing.assert_array_equal(cache, want)
     np.testing.assert_array_equal(tiled[0], reference.tile_keys(rows[0]))
     np.testing.assert_array_equal(tiled[1], reference.tile_values(rows[1]))
+
+
+def test_write_kv_quantizes_each_token_and_head() -> None:
+    key, value = np.random.default_rng(0).standard_normal((2, 6, 2, 8), np.float32)
+    key[0, 1], key[1, 0, 3], key[2, 0, 5], key[4] = 0, np.inf, np.nan, 1e-42
+    slots = np.array([33, 1, 0, 47, 16, -1], np.int64)
+    rows, tiled = [np.zeros((3, 2, 16, 8), np.int8) for _ in "kv"], [np.zeros((3, 2, 128), np.int8) for _ in "kv"]
+    scales, same = ({name: np.full((3, 2, 16), -7, np.float32) for name in ("k_scale", "v_scale")} for _ in "rt")
+    write_kv(key, value, rows[0], rows[1], slots, **scales)
+    write_kv(key, value, tiled[0], tiled[1], slots, **same)
+    np.testing.assert_array_equal(tiled[0], reference.tile_keys(rows[0]))
+    np.testing.assert_array_equal(tiled[1], reference.tile_values(rows[1]))
+    for new, cache, name in zip((key, value), rows, scales, strict=True):
+        np.testing.assert_array_equal(same[name], scales[name])
+        for row, slot in zip(new, slots, strict=True):
+            if slot < 0:
+                continue
+            elements, scale = cache[slot // 16, :, slot % 16], scales[name][slot // 16, :, slot % 16]
+            finite = np.isfinite(row).all(axis=-1)
+            np.testing.assert_array_equal(scale, np.where(finite, np.abs(row).max(axis=-1) / np.float32(127), np.nan))
+            normal = finite & (scale > 1e-30)
+            quotients = row[normal] / scale[normal, None]
+            np.testing.assert_allclose(elements[normal], quotients, rtol=0, atol=0.50001)
+            assert not elements[~normal & finite].any()
+        assert (scales[name] == -7).sum() == (48 - 5) * 2
 
 
 def test_write_kv_reads_and_writes_views_in_place() -> None:
@@ -260,7 +375,15 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-BATCH = make([(40, 3), (20, 1)])
+BATCH, INT8 = make([(40, 3), (20, 1)]), make([(40, 3), (20, 1)], "int8")
+AS_INT8: dict[str, Any] = {"keys": INT8.keys, "values": INT8.values, "scales": INT8.scales}
+FOUR = np.ones(4, np.float32)
+
+
+def with_scale(name: str, scale: Any) -> dict[str, Any]:
+    return AS_INT8 | {"scales": {**INT8.scales, name: scale}}
+
+
 BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("query", {"query": BATCH.query.astype(np.float64)}, {}),
     ("query", {"query": BATCH.query[0]}, {}),
@@ -268,7 +391,9 @@ BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("query", {"query": BATCH.query[:3]}, {}),
     ("query", {"query": BATCH.query.tolist()}, {}),
     ("query", {"starts": np.array([0, 3, 5], np.int32)}, {}),
-    ("key_cache", {"keys": np.zeros_like(BATCH.keys, np.int8)}, {}),
+    ("key_cache", {"keys": np.zeros_like(BATCH.keys, np.uint8)}, {}),
+    ("value_cache", {"keys": np.zeros_like(BATCH.keys, np.int8)}, {}),
+    ("value_cache", {"values": np.ones((*BATCH.values.shape[:3], 8), np.float32)}, {}),
     ("key_cache", {"keys": BATCH.keys.astype(">f4"), "values": BATCH.values.astype(">f4")}, {}),
     ("key_cache", {"keys": BATCH.keys[0, 0]}, {}),
     ("key_cache", {"keys": BATCH.keys[..., :8], "values": BATCH.values[..., :8]}, {}),
@@ -295,6 +420,30 @@ BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sliding_window", {}, {"sliding_window": -1}),
     ("sliding_window", {}, {"sliding_window": 2.5}),
     ("sliding_window", {}, {"sliding_window": 3, "causal": False}),
+    *[("softcap", {}, {"softcap": cap}) for cap in (0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60)],
+    *[
+        (name, {}, {name: bad})
+        for name in ("alibi_slopes", "sinks")
+        for bad in (
+            *([1.0] * 4, 1.0, FOUR.astype(np.float64), FOUR[:3], FOUR[None], np.ones(9, np.float32)),
+            *(FOUR * np.float32(np.nan), FOUR * np.float32(np.inf)),
+        )
+    ],
+    ("alibi_slopes", {}, {"alibi_slopes": -FOUR * np.float32(np.inf)}),
+    ("k_scale", {}, dict(INT8.scales)),
+    ("v_scale", {}, {"v_scale": INT8.scales["v_scale"]}),
+    ("k_scale", AS_INT8 | {"scales": {}}, {}),
+    ("v_scale", AS_INT8 | {"scales": {"v_scale": INT8.scales["v_scale"]}}, {}),
+    *[
+        (name, with_scale(name, bad), {})
+        for name in INT8.scales
+        for scale in [INT8.scales[name]]
+        for bad in (
+            *(scale.tolist(), 0.5, scale.astype(np.float64), scale.astype(np.float16), scale[0], scale[1:]),
+            *(scale[:, :1], scale[..., ::-1], np.repeat(scale, 2, axis=2)[..., ::2], scale[..., None]),
+        )
+    ],
+    ("out", AS_INT8, {"out": np.lib.stride_tricks.as_strided(INT8.scales["k_scale"], (4, 4, 16), (64, 64 * 4, 4))}),
     ("num_threads", {}, {"num_threads": 0}),
     ("num_threads", {}, {"num_threads": 10**6}),
     ("out", {}, {"out": np.empty((4, 4, 15), np.float32)}),
@@ -312,14 +461,34 @@ BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("argument", "changes", "options"), BAD_CALLS, ids=[f"{i}-{bad[0]}" for i, bad in enumerate(BAD_CALLS)]
 )
 def test_bad_input_is_refused_by_name(argument: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    before = [array.copy() for array in BATCH]
+    before = [array.copy() for array in BATCH[:6]]
     with pytest.raises(InvalidInputError, match=rf"^{argument}: "):
         BATCH._replace(**changes).attend(**options)
-    for array, was in zip(BATCH, before, strict=True):
+    for array, was in zip(BATCH[:6], before, strict=True):
         np.testing.assert_array_equal(array, was)
 
 
-@pytest.mark.parametrize("option", ["softcap", "alibi_slopes", "sinks", "return_lse", "k_scale", "window"])
+def test_values_of_another_size_than_keys_are_refused_plainly() -> None:
+    wide = BATCH._replace(values=np.repeat(BATCH.values, 2, axis=-1))
+    for attend in (wide.attend, wide.tiled):
+        with pytest.raises(InvalidInputError, match=r"^value_cache: .*another head_dim than .*MLA.* not supported"):
+            attend()
+
+
+def test_tiles_of_int8_need_four_dimensions_each() -> None:
+    odd = make([(20, 1)], "int8", head_dim=6)
+    flat = [cache.reshape(*cache.shape[:2], -1) for cache in (odd.keys, odd.values)]
+    with pytest.raises(InvalidInputError, match=r"^key_cache: .*int8.* multiple of 4, got 6"):
+        odd._replace(keys=flat[0], values=flat[1]).attend()
+
+
+def test_eight_bit_floats_are_refused() -> None:
+    float8 = pytest.importorskip("ml_dtypes").float8_e4m3fn
+    with pytest.raises(InvalidInputError, match=r"^key_cache: got float8_e4m3fn"):
+        INT8._replace(keys=INT8.keys.view(float8), values=INT8.values.view(float8)).attend()
+
+
+@pytest.mark.parametrize("option", ["window", "mask", "logits_soft_cap", "kv_scale"])
 def test_options_that_do_not_exist_are_refused(option: str) -> None:
     with pytest.raises(TypeError, match=option):
         BATCH.attend(**{option: None})
@@ -386,6 +555,28 @@ def test_write_kv_refuses_malformed_arrays() -> None:
             write_kv(*arguments)
     assert not keys.any()
     assert not values.any()
+
+    int8 = [np.zeros((9, 2, 256), np.int8) for _ in range(2)]
+    scale, other = (np.zeros((9, 2, 16), np.float32) for _ in range(2))
+    scales: list[tuple[str, Any, Any]] = [
+        ("k_scale", None, None),
+        ("k_scale", scale, None),
+        ("v_scale", None, other),
+        ("k_scale", scale.tolist(), other),
+        ("k_scale", read_only(scale), other),
+        ("v_scale", scale, read_only(other)),
+        ("v_scale", scale, other[:8]),
+        ("v_scale", scale, scale),
+        ("v_scale", scale, np.lib.stride_tricks.as_strided(data, (9, 2, 16), (0, 0, 4))),
+    ]
+    for argument, k_scale, v_scale in scales:
+        with pytest.raises(InvalidInputError, match=rf"^{argument}: "):
+            write_kv(data, data, int8[0], int8[1], slots, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(InvalidInputError, match=r"^k_scale: .*float32 has no scales"):
+        write_kv(data, data, keys, values, slots, k_scale=scale, v_scale=other)
+    everything: list[NDArray[Any]] = [*int8, scale, other, keys, values]
+    for array in everything:
+        assert not array.any()
 
 
 def test_calls_of_one_plan_at_the_same_time_agree() -> None:

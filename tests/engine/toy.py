@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from leafkv._core import write_kv
 from leafkv.kv import KVCache
 from leafkv.models.batch import Batch
 
@@ -88,11 +87,10 @@ class ToyModel:
         return logits
 
     def _layer(self, index: int, values: NDArray[Any], visible: NDArray[Any], batch: Batch, cache: KVCache) -> Any:
-        keys, stored = cache.layer(index)
         rows = values.astype(np.float32)[:, None, :]
-        write_kv(rows, rows, keys, stored, batch.slots)
+        cache.write(index, rows, rows, batch.slots)
         query = np.zeros((len(rows), self.config.num_heads, DIM), np.float32)
-        mean = batch.plan.attend(query, keys, stored)[:, 0]
+        mean = batch.plan.attend(query, *cache.layer(index), **cache.scales(index))[:, 0]
         return np.rint(mean * visible[:, None]).astype(np.int64)
 
 

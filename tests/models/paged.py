@@ -25,6 +25,9 @@ class NumpyCache:
     def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return self._layers[index]
 
+    def scales(self, index: int) -> dict[str, Any]:
+        return {}
+
     def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         for array, rows in zip(self._layers[layer], (key, value), strict=True):
             array[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows
@@ -46,10 +49,13 @@ class NumpyPlan:
         *,
         scale: float | None = None,
         sliding_window: int | None = None,
+        k_scale: NDArray[np.float32] | None = None,
+        v_scale: NDArray[np.float32] | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         assert scale is not None
         assert out is not None
+        assert k_scale is v_scale is None
         row = 0
         for table, count, length in zip(self.tables, self.counts, self.lengths, strict=True):
             for position in range(length - count, length):

@@ -37,7 +37,7 @@ MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this sha
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Threads to use [default: all]")]
 Blocks = Annotated[int | None, typer.Option("--num-blocks", help="Size of the KV cache [default: from free memory]")]
-KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="float32, float16, bfloat16 or auto")]
+KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="float32, float16, bfloat16, int8 or auto")]
 
 
 @app.command()

@@ -44,7 +44,7 @@ class LLM:
         enable_prefix_caching: whether prompts find the KV of prefixes computed before.
         partial_hits: whether they find it inside of blocks, too; what they share of a block is copied.
         dtype: of weights and activations: "auto" or "float32", which are the same.
-        kv_cache_dtype: "auto" (float32), "float32", "float16" or "bfloat16".
+        kv_cache_dtype: "auto" (float32), "float32", "float16", "bfloat16" or "int8".
         num_threads: threads for attention and matrix products; None for all.
 
     Raises:

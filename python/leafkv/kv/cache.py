@@ -7,13 +7,19 @@ numpy and Rust read and write in place. Inside a (block, layer, head) the elemen
 
 * ``rows``: ``[block_size, head_dim]``, what everyone expects; any block size and head_dim.
 * ``tiled``: tiles of 16 tokens, arranged so that one vector load feeds the dot products of 16 tokens. The
-  default where it applies: block sizes that are multiples of 16 (and an even head_dim in bfloat16).
+  default where it applies: block sizes that are multiples of 16 (and head_dim a multiple of 2 in bfloat16, of 4 in
+  int8).
 
-bfloat16, which numpy lacks, is held as uint16.
+bfloat16, which numpy lacks, is held as uint16. int8 has a float32 scale for each token, head and side, at the end of
+the block that they belong to, so the array is of bytes:
+
+    array [num_blocks, block_nbytes]: elements as above, 0 to 3 bytes to align, scales [num_layers, num_kv_heads, 2,
+    block_size]
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -26,8 +32,11 @@ from leafkv.kv.memory import GIB, available_memory
 
 Layout = Literal["rows", "tiled"]
 
-DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
 """KV dtypes by name, and the numpy dtype that holds each."""
+
+STEPS = {"bfloat16": 2, "int8": 4}
+"""What head_dim must be a multiple of in the tiled layout, where it must."""
 
 TILE = 16
 """Tokens per tile of the tiled layout."""
@@ -42,7 +51,7 @@ class KVCache:
         num_kv_heads: KV heads of a layer.
         head_dim: elements of a head.
         block_size: tokens per block.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: "float32", "float16", "bfloat16" or "int8".
         layout: "rows", "tiled", or None for tiled where it applies.
 
     Raises:
@@ -66,15 +75,15 @@ class KVCache:
         self.block_size = check_integer("block_size", block_size, 1)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidInputError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-        tileable = block_size % TILE == 0 and (dtype != "bfloat16" or head_dim % 2 == 0)
+        tileable = block_size % TILE == 0 and head_dim % STEPS.get(dtype, 1) == 0
         if layout is None:
             layout = "tiled" if tileable else "rows"
         if layout not in get_args(Layout):
             raise InvalidInputError(f"layout: expected 'rows' or 'tiled', got {layout!r}")
         if layout == "tiled" and not tileable:
             raise InvalidInputError(
-                f"layout: 'tiled' needs a block_size that is a multiple of {TILE}, and an even head_dim in "
-                f"bfloat16; got block_size {block_size}, head_dim {head_dim}, dtype {dtype}"
+                f"layout: 'tiled' needs a block_size that is a multiple of {TILE}, and a head_dim that is a multiple "
+                f"of 2 in bfloat16, of 4 in int8; got block_size {block_size}, head_dim {head_dim}, dtype {dtype}"
             )
         self.dtype = dtype
         self.layout: Layout = layout
@@ -87,9 +96,10 @@ class KVCache:
     def nbytes_of_block(
         num_layers: int, num_kv_heads: int, head_dim: int, block_size: int = 16, dtype: str = "float32"
     ) -> int:
-        """Bytes of one block: all layers, keys and values."""
-        itemsize: int = np.dtype(DTYPES[dtype]).itemsize
-        return int(num_layers) * int(num_kv_heads) * 2 * int(block_size) * int(head_dim) * itemsize
+        """Bytes of one block: all layers, keys and values, and the scales of int8."""
+        tokens = int(num_layers) * int(num_kv_heads) * 2 * int(block_size)
+        elements: int = tokens * int(head_dim) * np.dtype(DTYPES[dtype]).itemsize
+        return elements if dtype != "int8" else -(-elements // 4) * 4 + tokens * 4
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +114,16 @@ class KVCache:
         """
         return self._views[index]
 
+    def scales(self, index: int) -> dict[str, Any]:
+        """What a layer's views need beside them, as keyword arguments of `write_kv`, `paged_attention` and `attend`.
+
+        For int8: ``k_scale`` and ``v_scale``, float32 views ``[num_blocks, num_kv_heads, block_size]``. Else nothing.
+        """
+        return self._scales[index]
+
     def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         """Store the keys and values, float32 ``[T, num_kv_heads, head_dim]``, of T tokens at ``slots`` [T]."""
-        _core.write_kv(key, value, *self._views[layer], slots)
+        _core.write_kv(key, value, *self._views[layer], slots, **self._scales[layer])
 
     def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks by ``(source, destination)`` rows [N, 2]: all sources are read first."""
@@ -125,13 +142,23 @@ class KVCache:
                 f"num_blocks: {self.num_blocks} blocks of {self.block_nbytes / 1024:.1f} KiB take "
                 f"{self.nbytes / GIB:.2f} GiB, but {available / GIB:.2f} GiB of memory is free"
             )
-        # Zeroed lazily by the operating system: blocks that are never used never take memory.
-        array = np.zeros(
-            (self.num_blocks, self.num_layers, self.num_kv_heads, 2, self.block_size * self.head_dim),
-            dtype=DTYPES[self.dtype],
-        )
-        # Reshaping the contiguous array never copies; slicing it afterwards gives the strided views of a layer.
+        shape = (self.num_blocks, self.num_layers, self.num_kv_heads, 2, self.block_size * self.head_dim)
+        # Zeroed lazily by the operating system: blocks that are never used never take memory. Reshaping what follows
+        # never copies: it splits contiguous axes. Slicing it afterwards gives the strided views of a layer.
+        if self.dtype == "int8":
+            array = np.zeros((self.num_blocks, self.block_nbytes), np.int8)
+            per_block = math.prod(shape[1:])
+            elements = array[:, :per_block].reshape(shape)
+            scales_nbytes = per_block // self.head_dim * 4
+            scales = array[:, -scales_nbytes:].view(np.float32).reshape(*shape[:-1], self.block_size)
+            self._scales = [
+                {"k_scale": scales[:, layer, :, 0], "v_scale": scales[:, layer, :, 1]}
+                for layer in range(self.num_layers)
+            ]
+        else:
+            array = elements = np.zeros(shape, DTYPES[self.dtype])
+            self._scales = [{} for _ in range(self.num_layers)]
         inner = (self.block_size, self.head_dim) if self.layout == "rows" else (-1,)
-        split = array.reshape(*array.shape[:-1], *inner)
+        split = elements.reshape(*shape[:-1], *inner)
         self._views = [(split[:, layer, :, 0], split[:, layer, :, 1]) for layer in range(self.num_layers)]
         return array

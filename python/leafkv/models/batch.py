@@ -23,6 +23,8 @@ class Attention(Protocol):
         *,
         scale: float | None = None,
         sliding_window: int | None = None,
+        k_scale: NDArray[np.float32] | None = None,
+        v_scale: NDArray[np.float32] | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """Causal attention of every row of ``query`` [T, num_heads, head_dim] over its sequence."""
@@ -33,6 +35,9 @@ class Cache(Protocol):
 
     def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Keys and values of one layer, to write to and to attend over."""
+
+    def scales(self, index: int) -> dict[str, Any]:
+        """Of one layer: ``k_scale`` and ``v_scale``, to attend with; empty where the cache has none."""
 
     def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
         """Store the keys and values [T, num_kv_heads, head_dim] of one layer at ``slots`` [T]."""

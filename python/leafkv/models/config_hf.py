@@ -28,7 +28,10 @@ _CLASSES = {
 
 # Options of models akin to these, which LeafKV does not compute, and the values that switch each of them off.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_full_attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
     "alibi": (False,),
+    "attn_config": (),
     "attention_chunk_size": (),
     "attention_multiplier": (1.0,),
     "attention_sink": (False,),
@@ -39,12 +42,14 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "kv_lora_rank": (),
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
     "no_rope_layers": (),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "partial_rotary_factor": (1.0,),
+    "position_embedding_type": ("rope", "rotary"),
     "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
@@ -53,6 +58,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_qk_norm": (False,),
+    "v_head_dim": (),
 }
 
 

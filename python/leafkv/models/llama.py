@@ -80,6 +80,7 @@ class LlamaModel:
                 scale=c.head_dim**-0.5,
                 sliding_window=c.window(index),
                 out=step.attended,
+                **cache.scales(index),
             )
             attended = step.attended.reshape(len(x), -1)
             x += linear(attended, layer.attention_out, layer.attention_out_bias, out=step.hidden)

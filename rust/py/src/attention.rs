@@ -6,8 +6,8 @@ use leafkv_core::attention::{
 };
 use pyo3::prelude::*;
 
-use crate::array::kv::{expect_storable, kv_layer};
-use crate::array::new::empty;
+use crate::array::kv::Cache;
+use crate::array::new::{Matrix, empty};
 use crate::array::view::View;
 use crate::error::{invalid, to_py};
 use crate::int::{optional, positive};
@@ -47,7 +47,7 @@ impl AttentionPlan {
     }
 
     /// Attention of every query row over its sequence's KV, see `paged_attention`.
-    #[pyo3(signature = (query, key_cache, value_cache, *, scale = None, causal = true, sliding_window = None, out = None))]
+    #[pyo3(signature = (query, key_cache, value_cache, *, scale = None, causal = true, sliding_window = None, softcap = None, alibi_slopes = None, sinks = None, k_scale = None, v_scale = None, out = None, return_lse = false))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn attend<'py>(
         &self,
@@ -57,22 +57,28 @@ impl AttentionPlan {
         scale: Option<f64>,
         causal: bool,
         sliding_window: Option<&Bound<'py, PyAny>>,
+        softcap: Option<f64>,
+        alibi_slopes: Option<&Bound<'py, PyAny>>,
+        sinks: Option<&Bound<'py, PyAny>>,
+        k_scale: Option<&Bound<'py, PyAny>>,
+        v_scale: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
+        return_lse: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let window = optional("sliding_window", sliding_window)?;
-        let options = options(scale, causal, window, self.0.shape().head_dim);
+        let heads = PerHead::new(alibi_slopes, sinks)?;
+        let dim = self.0.shape().head_dim;
+        let options = options(scale, causal, window, softcap, &heads, dim);
         let query = View::new("query", query)?;
-        let caches = [
-            View::new("key_cache", key_cache)?,
-            View::new("value_cache", value_cache)?,
-        ];
-        run(key_cache.py(), &self.0, &query, &caches, &options, out)
+        let cache = Cache::new(key_cache, value_cache, k_scale, v_scale)?;
+        let py = key_cache.py();
+        run(py, &self.0, &query, &cache, &options, out, return_lse)
     }
 }
 
 /// Attention over a paged KV cache (PagedAttention, Kwon et al. 2023). Bit-equal in any batch.
 #[pyfunction]
-#[pyo3(signature = (query, key_cache, value_cache, block_tables, query_starts, kv_lens, *, scale = None, causal = true, sliding_window = None, out = None, num_threads = None))]
+#[pyo3(signature = (query, key_cache, value_cache, block_tables, query_starts, kv_lens, *, scale = None, causal = true, sliding_window = None, softcap = None, alibi_slopes = None, sinks = None, k_scale = None, v_scale = None, out = None, return_lse = false, num_threads = None))]
 #[allow(clippy::too_many_arguments)] // Python's keyword arguments
 pub(crate) fn paged_attention<'py>(
     query: &Bound<'py, PyAny>,
@@ -84,19 +90,23 @@ pub(crate) fn paged_attention<'py>(
     scale: Option<f64>,
     causal: bool,
     sliding_window: Option<&Bound<'py, PyAny>>,
+    softcap: Option<f64>,
+    alibi_slopes: Option<&Bound<'py, PyAny>>,
+    sinks: Option<&Bound<'py, PyAny>>,
+    k_scale: Option<&Bound<'py, PyAny>>,
+    v_scale: Option<&Bound<'py, PyAny>>,
     out: Option<Bound<'py, PyAny>>,
+    return_lse: bool,
     num_threads: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     // Numbers first: an `__index__` is Python code, which may resize an array that was looked at before.
     let window = optional("sliding_window", sliding_window)?;
     let num_threads = optional("num_threads", num_threads)?;
+    let heads = PerHead::new(alibi_slopes, sinks)?;
     let query = View::new("query", query)?;
-    let caches = [
-        View::new("key_cache", key_cache)?,
-        View::new("value_cache", value_cache)?,
-    ];
+    let cache = Cache::new(key_cache, value_cache, k_scale, v_scale)?;
     let [_, num_heads, head_dim] = query.vectors()?.shape();
-    let spec = *kv_layer(&caches[0], &caches[1], head_dim)?.spec();
+    let spec = *cache.layer(head_dim)?.spec();
     let shape = PlanShape {
         num_heads,
         num_kv_heads: spec.num_kv_heads,
@@ -104,29 +114,30 @@ pub(crate) fn paged_attention<'py>(
         block_size: spec.block_size,
         num_blocks: spec.num_blocks,
     };
-    let options = options(scale, causal, window, head_dim);
+    let options = options(scale, causal, window, softcap, &heads, head_dim);
     let plan = plan(block_tables, query_starts, kv_lens, shape, num_threads)?;
-    run(key_cache.py(), &plan, &query, &caches, &options, out)
+    let py = key_cache.py();
+    run(py, &plan, &query, &cache, &options, out, return_lse)
 }
 
 /// Store new keys and values, float32 [T, num_kv_heads, head_dim], at `slots` [T]; slot -1 is skipped.
 #[pyfunction]
+#[pyo3(signature = (key, value, key_cache, value_cache, slots, *, k_scale = None, v_scale = None))]
 pub(crate) fn write_kv(
     key: &Bound<'_, PyAny>,
     value: &Bound<'_, PyAny>,
     key_cache: &Bound<'_, PyAny>,
     value_cache: &Bound<'_, PyAny>,
     slots: &Bound<'_, PyAny>,
+    k_scale: Option<&Bound<'_, PyAny>>,
+    v_scale: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let py = key.py();
     let (key, value) = (View::new("key", key)?, View::new("value", value)?);
-    let caches = [
-        View::new("key_cache", key_cache)?,
-        View::new("value_cache", value_cache)?,
-    ];
+    let cache = Cache::new(key_cache, value_cache, k_scale, v_scale)?;
     let (keys, values) = (key.vectors()?, value.vectors()?);
-    let layer = kv_layer(&caches[0], &caches[1], keys.shape()[2])?;
-    expect_storable([&caches[0], &caches[1]], [&key, &value])?;
+    let layer = cache.layer(keys.shape()[2])?;
+    cache.expect_storable([&key, &value])?;
     let slots = View::new("slots", slots)?.vector::<i64>()?;
     let brief = keys.shape().iter().product::<usize>() <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || write(&layer, &keys, &values, &slots)).map_err(to_py)
@@ -168,16 +179,44 @@ fn plan(
     Plan::new(shape, tables.shape()[1], id, &starts, &lens, num_threads).map_err(to_py)
 }
 
+/// What a call gives for each query head, copied.
+struct PerHead {
+    alibi_slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+}
+
+impl PerHead {
+    fn new(
+        alibi_slopes: Option<&Bound<'_, PyAny>>,
+        sinks: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let copied = |argument, array: Option<&Bound<'_, PyAny>>| {
+            array
+                .map(|array| View::new(argument, array)?.vector())
+                .transpose()
+        };
+        Ok(Self {
+            alibi_slopes: copied("alibi_slopes", alibi_slopes)?,
+            sinks: copied("sinks", sinks)?,
+        })
+    }
+}
+
 fn options(
     scale: Option<f64>,
     causal: bool,
     sliding_window: Option<usize>,
+    softcap: Option<f64>,
+    heads: &PerHead,
     head_dim: usize,
-) -> Options {
+) -> Options<'_> {
     Options {
         scale: scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt()) as f32,
         causal,
         sliding_window,
+        softcap: softcap.map(|cap| cap as f32),
+        alibi_slopes: heads.alibi_slopes.as_deref(),
+        sinks: heads.sinks.as_deref(),
     }
 }
 
@@ -185,22 +224,29 @@ fn run<'py>(
     py: Python<'py>,
     plan: &Plan,
     query: &View<'_>,
-    caches: &[View<'_>; 2],
-    options: &Options,
+    cache: &Cache<'_>,
+    options: &Options<'_>,
     out: Option<Bound<'py, PyAny>>,
+    return_lse: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let [key, value] = caches;
     let vectors = query.vectors()?;
-    let layer = kv_layer(key, value, plan.shape().head_dim)?;
-    let out = out.unwrap_or_else(|| empty(py, vectors.shape()));
-    let mut rows = View::new("out", &out)?.vectors_mut(&[query, key, value])?;
+    let [tokens, heads, head_dim] = vectors.shape();
+    let layer = cache.layer(plan.shape().head_dim)?;
+    let out = out.unwrap_or_else(|| empty(py, [tokens, heads, head_dim]));
+    let read = cache.views().chain([query]);
+    let mut rows = View::new("out", &out)?.vectors_mut(read)?;
+    let mut lse = return_lse.then(|| Matrix::new(py, [tokens, heads]));
+    let sums = lse.as_mut().map(Matrix::items);
     let isa = Isa::current().map_err(to_py)?;
     let brief = plan.is_brief(options).map_err(to_py)?;
     maybe_detach(py, brief, || {
-        attend(plan, isa, &vectors, &layer, &mut rows, options)
+        attend(plan, isa, &vectors, &layer, &mut rows, sums, options)
     })
     .map_err(to_py)?;
-    Ok(out)
+    match lse {
+        Some(lse) => Ok((out, lse.into_any()).into_pyobject(py)?.into_any()),
+        None => Ok(out),
+    }
 }
 
 /// Runs `work` without the GIL, unless it is over before anyone could make use of it.

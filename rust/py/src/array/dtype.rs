@@ -60,4 +60,4 @@ macro_rules! scalars {
     };
 }
 
-scalars! { i32 => I32 "int32", i64 => I64 "int64", u64 => U64 "uint64" }
+scalars! { i32 => I32 "int32", i64 => I64 "int64", u64 => U64 "uint64", f32 => F32 "float32" }

@@ -2,13 +2,13 @@
 //! need not be aligned.
 
 use leafkv_core::attention::{
-    Blocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Side, Vectors, VectorsMut,
+    Blocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, Vectors, VectorsMut,
 };
 use pyo3::prelude::*;
 
 use super::dtype::{Dtype, Scalar};
 use super::view::View;
-use crate::error::{invalid, to_py};
+use crate::error::to_py;
 
 const VECTORS: &str = "float32 of shape [tokens, heads, head_dim]";
 
@@ -34,7 +34,10 @@ impl<'a> View<'a> {
     }
 
     /// A float32 array `[tokens, heads, head_dim]` to write, apart from all that is read.
-    pub(crate) fn vectors_mut(&self, read: &[&View<'_>]) -> PyResult<VectorsMut<'a>> {
+    pub(crate) fn vectors_mut<'b>(
+        &self,
+        read: impl Iterator<Item = &'b View<'b>>,
+    ) -> PyResult<VectorsMut<'a>> {
         let (shape, strides) = self.vectors_layout()?;
         self.expect_writable()?;
         if self.rows_overlap() {
@@ -107,8 +110,23 @@ impl<'a> View<'a> {
             Dtype::F32 => Some(KvDtype::F32),
             Dtype::F16 => Some(KvDtype::F16),
             Dtype::Bf16 | Dtype::U16 => Some(KvDtype::Bf16),
+            Dtype::I8 => Some(KvDtype::Int8),
             _ => None,
         }
+    }
+
+    /// The scales of a cache's one side.
+    fn kv_scales(&self, spec: &KvSpec) -> PyResult<Scales> {
+        let shape = [spec.num_blocks, spec.num_kv_heads, spec.block_size];
+        if self.dtype() != Dtype::F32 || self.shape() != shape {
+            return Err(self.unlike(&format!("float32 of shape {shape:?}, one a token and head")));
+        }
+        self.expect_contiguous(2)?;
+        Ok(Scales {
+            base: self.data(),
+            block_stride: self.strides()[0],
+            head_stride: self.strides()[1],
+        })
     }
 
     fn kv_array(&self) -> KvArray {
@@ -122,36 +140,104 @@ impl<'a> View<'a> {
     }
 }
 
-/// One layer's cache from its two arrays; `head_dim` is needed to tell a tiled cache's block size.
-pub(crate) fn kv_layer<'a>(
-    key: &View<'a>,
-    value: &View<'a>,
-    head_dim: usize,
-) -> PyResult<KvLayer<'a>> {
+/// The arrays of one layer's cache.
+pub(crate) struct Cache<'a> {
+    key: View<'a>,
+    value: View<'a>,
+    /// Of int8: those of keys and of values.
+    scales: [Option<View<'a>>; 2],
+}
+
+impl<'a> Cache<'a> {
+    pub(crate) fn new(
+        key: &'a Bound<'_, PyAny>,
+        value: &'a Bound<'_, PyAny>,
+        k_scale: Option<&'a Bound<'_, PyAny>>,
+        v_scale: Option<&'a Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let scale = |side: Side, array: Option<&'a Bound<'_, PyAny>>| {
+            array
+                .map(|array| View::new(side.scales_argument(), array))
+                .transpose()
+        };
+        Ok(Self {
+            key: View::new(Side::Key.argument(), key)?,
+            value: View::new(Side::Value.argument(), value)?,
+            scales: [scale(Side::Key, k_scale)?, scale(Side::Value, v_scale)?],
+        })
+    }
+
+    /// All arrays there are.
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View<'a>> {
+        let scales = self.scales.iter().flatten();
+        [&self.key, &self.value].into_iter().chain(scales)
+    }
+
+    /// The layer, checked; `head_dim` is needed to tell a tiled cache's block size.
+    pub(crate) fn layer(&self, head_dim: usize) -> PyResult<KvLayer<'a>> {
+        let (key, value) = (&self.key, &self.value);
+        let spec = spec(key, value, head_dim)?;
+        let scales = match &self.scales {
+            [Some(key), Some(value)] => Some([key.kv_scales(&spec)?, value.kv_scales(&spec)?]),
+            [None, None] => None,
+            [Some(one), None] | [None, Some(one)] => {
+                return Err(one.wrong("came alone, expected k_scale and v_scale, or neither"));
+            }
+        };
+        // SAFETY: numpy vouches for shapes and strides, which the spec repeats; the arrays live for `'a`. That nobody
+        // writes slots in use meanwhile is the caller's duty, as documented.
+        unsafe { KvLayer::new(spec, key.kv_array(), value.kv_array(), scales) }.map_err(to_py)
+    }
+
+    /// Refuses arrays that cannot take new keys and values: read-only, the same memory twice, or the source itself.
+    pub(crate) fn expect_storable(&self, sources: [&View<'_>; 2]) -> PyResult<()> {
+        for (i, array) in self.views().enumerate() {
+            array.expect_writable()?;
+            for source in sources {
+                array.expect_apart(source)?;
+            }
+            // Where they interleave, as in one array for all, is not looked into.
+            let same = |other: &&View<'_>| other.data() == array.data() && !array.is_empty();
+            if let Some(other) = self.views().take(i).find(same) {
+                return Err(array.wrong(&format!("it is the memory of {}", other.argument())));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn spec(key: &View<'_>, value: &View<'_>, head_dim: usize) -> PyResult<KvSpec> {
     let shape = key.shape();
     let (layout, axes) = match shape.len() {
         3 => (KvLayout::Tiled, "[blocks, heads, block_size * head_dim]"),
         4 => (KvLayout::Rows, "[blocks, heads, block_size, head_dim]"),
         rank => {
             let problem = format!("got {rank} dimensions, expected 4 (rows) or 3 (tiled)");
-            return Err(invalid(Side::Key.argument(), problem));
+            return Err(key.wrong(&problem));
         }
     };
     for array in [key, value] {
         if array.kv_dtype().is_none() || array.shape().len() != shape.len() {
             return Err(array.unlike(&format!(
-                "float32, float16, bfloat16 or uint16 (the bits of bfloat16) of shape {axes}"
+                "float32, float16, bfloat16, uint16 (the bits of bfloat16) or int8 of shape {axes}"
             )));
         }
         array.expect_contiguous(shape.len() - 1)?;
     }
+    let (inner, outer) = (shape[shape.len() - 1], &shape[..shape.len() - 1]);
     let dtype = key
         .kv_dtype()
         .filter(|_| value.kv_dtype() == key.kv_dtype());
-    let Some(dtype) = dtype.filter(|_| value.shape() == shape) else {
+    let Some(dtype) = dtype.filter(|_| value.shape().starts_with(outer)) else {
         return Err(value.unlike(&format!("those of key_cache, {}", key.what())));
     };
-    let inner = shape[shape.len() - 1];
+    if value.shape() != shape {
+        return Err(value.wrong(&format!(
+            "got shape {:?}, and key_cache has {shape:?}: values of another head_dim than the keys', as in \
+             multi-head latent attention (MLA), are not supported",
+            value.shape()
+        )));
+    }
     let block_size = match layout {
         KvLayout::Rows if inner != head_dim => {
             return Err(key.wrong(&format!(
@@ -166,29 +252,12 @@ pub(crate) fn kv_layer<'a>(
         }
         KvLayout::Tiled => inner / head_dim,
     };
-    let spec = KvSpec {
+    Ok(KvSpec {
         dtype,
         layout,
         num_blocks: shape[0],
         num_kv_heads: shape[1],
         block_size,
         head_dim,
-    };
-    // SAFETY: numpy vouches for shapes and strides, which the spec repeats; the arrays live for `'a`. That nobody
-    // writes slots in use meanwhile is the caller's duty, as documented.
-    unsafe { KvLayer::new(spec, key.kv_array(), value.kv_array()) }.map_err(to_py)
-}
-
-/// Refuses caches that cannot take new keys and values: read-only, the same memory twice, or the source itself.
-pub(crate) fn expect_storable(caches: [&View<'_>; 2], sources: [&View<'_>; 2]) -> PyResult<()> {
-    for cache in caches {
-        cache.expect_writable()?;
-        for source in sources {
-            cache.expect_apart(source)?;
-        }
-    }
-    if caches[0].data() == caches[1].data() && !caches[0].is_empty() {
-        return Err(caches[1].wrong("it is the memory of key_cache"));
-    }
-    Ok(())
+    })
 }

@@ -1,13 +1,32 @@
 //! New arrays, made without a detour: each is what a call answers with.
 
 use leafkv_core::{BlockCopy, BlockId};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 /// A float32 array `[tokens, heads, head_dim]`, whose every element the caller will write.
 pub(crate) fn empty(py: Python<'_>, shape: [usize; 3]) -> Bound<'_, PyAny> {
     // SAFETY: floats have no invalid bits, and the kernel writes all before Python sees any.
     unsafe { PyArray3::<f32>::new(py, shape, false) }.into_any()
+}
+
+/// A new float32 array `[rows, columns]`, to be filled before Python sees it.
+pub(crate) struct Matrix<'py>(Bound<'py, PyArray2<f32>>);
+
+impl<'py> Matrix<'py> {
+    pub(crate) fn new(py: Python<'py>, shape: [usize; 2]) -> Self {
+        Self(PyArray2::zeros(py, shape, false))
+    }
+
+    /// Its items, row after row.
+    pub(crate) fn items(&mut self) -> &mut [f32] {
+        // SAFETY: nobody else knows of the array, and its memory is contiguous and initialised.
+        unsafe { std::slice::from_raw_parts_mut(self.0.data(), self.0.len()) }
+    }
+
+    pub(crate) fn into_any(self) -> Bound<'py, PyAny> {
+        self.0.into_any()
+    }
 }
 
 /// Blocks as an int32 vector.
