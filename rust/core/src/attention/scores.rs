@@ -53,7 +53,7 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize>(
             let token = (x + v) * S::LANES;
             let tile = token / TILE - p.tiles.first;
             k[v] = p.tiles.key(tile).add(token % TILE * F::LANE);
-            if token % TILE == 0 {
+            if token.is_multiple_of(TILE) {
                 ahead[begun] = p.tiles.ahead_of_key(tile);
                 begun += 1;
             }
