@@ -507,8 +507,8 @@ def paged_attention(
         v_scale: likewise, of ``value_cache``.
         out: float32 [T, num_heads, head_dim] to write to; a new array by default. Apart from all that is read.
         return_lse: also return, float32 [T, num_heads], the logarithm of the sum that each row was divided by, sinks
-            included: ``log(sum(exp(x)))``, minus infinity where the row saw nothing. Results over parts of a
-            context, weighted by ``exp(lse - logaddexp of all)``, add up to that over the whole.
+            included: ``log(sum(exp(x)))``, minus infinity where there was none. Results over the parts of a context,
+            each times ``exp(lse - total)``, where ``total`` is the logaddexp of all lse, add up to that over the whole.
         num_threads: threads to use, or None for all available.
 
     Returns:
