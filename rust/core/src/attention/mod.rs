@@ -4,7 +4,7 @@
 //! fill the cache. [`naive`] is the oracle that the rest is tested against.
 //!
 //! **The invariant.** Under one instruction set, KV dtype and floating-point mode, the bits of a row's result depend on
-//! its query, the scale and its visible keys and values alone: never on the batch, the chunking, the blocks' placement
+//! its query, the options and its visible keys and values alone: never on the batch, the chunking, the blocks' placement
 //! or size, the layout, the instruction's tile, how work is split, or the number of threads. Absolute positions are
 //! cut into partitions of 256; each row's arithmetic inside one is its own (`kernel`), and its partitions are folded
 //! left to right (`merge`).
