@@ -1,7 +1,7 @@
 //! Where an item's tiles come from: straight from a tiled cache, or packed into scratch from rows; and what to ask for
 //! meanwhile, so that it is near when its turn comes.
 //!
-//! A thread works on one partition and prefetches the next one, in the order of memory: the K and V of a block lie side
+//! A thread works on one partition and prefetches the next one, in the order of memory (where tokens lie side by side): the K and V of a block lie side
 //! by side in our own cache, and the longer the run, the better the hardware's own prefetching. The last partition of an
 //! item prefetches the first of the item that the thread has claimed next.
 
@@ -84,6 +84,8 @@ pub(super) struct Source<'a, F: Format> {
     head: usize,
     blocks: &'a [u32],
     tile_bytes: usize,
+    /// Whether the tokens of a tile lie side by side, tile after tile: always in a tiled cache, mostly in rows.
+    contiguous: bool,
     format: PhantomData<F>,
 }
 
@@ -91,6 +93,8 @@ impl<'a, F: Format> Source<'a, F> {
     pub(super) fn new(call: &'a Call<'a>, item: &'a Item, head: usize) -> Self {
         let spec = call.layer.spec();
         let unit = &call.schedule.units[item.units[0]];
+        let row = (spec.head_dim * spec.dtype.size()) as isize;
+        let side_by_side = |side| call.layer.token_stride(side) == row;
         Self {
             call,
             item,
@@ -98,6 +102,9 @@ impl<'a, F: Format> Source<'a, F> {
             // All units of an item have the same blocks in its partitions.
             blocks: call.plan.blocks(&call.plan.sequences[unit.sequence]),
             tile_bytes: TILE * spec.head_dim * spec.dtype.size(),
+            contiguous: spec.layout == KvLayout::Tiled
+                || spec.block_size.is_multiple_of(TILE)
+                    && [Side::Key, Side::Value].into_iter().all(side_by_side),
             format: PhantomData,
         }
     }
@@ -114,7 +121,9 @@ impl<'a, F: Format> Source<'a, F> {
         let spec = self.call.layer.spec();
         let (dim, width) = (spec.head_dim, padded(spec.head_dim));
         let (rows, range) = (spec.layout == KvLayout::Rows, self.range(partition));
-        let widened = rows || dim != width;
+        // Where V's vectors hold one token, rows that are whole vectors are a tile as they are.
+        let packed = rows && !(self.contiguous && F::STEP == 1 && dim == width);
+        let widened = packed || dim != width;
         let mut tiles = Tiles {
             stream: [std::ptr::null(); 2 * TILES],
             ahead: [std::ptr::null(); 2 * TILES],
@@ -142,7 +151,7 @@ impl<'a, F: Format> Source<'a, F> {
             let to: *mut u8 = buffers.values.floats(floats(value_bytes)).cast();
             for (i, tile) in range.clone().enumerate() {
                 let to = to.wrapping_add(i * value_bytes);
-                tiles.stream[tiles.count + i] = if rows {
+                tiles.stream[tiles.count + i] = if packed {
                     self.pack(s, Side::Value, tile, to)
                 } else {
                     self.widen(tile, to)
@@ -158,9 +167,8 @@ impl<'a, F: Format> Source<'a, F> {
             (tiles.key_scales, tiles.value_scales) = (scales, scales.wrapping_add(PARTITION));
             self.copy_scales(range, partition, scales);
         }
-        // What is packed is already near; the packing itself runs through memory in order.
         tiles.prefetched();
-        if !rows {
+        if self.contiguous {
             let mut ahead = tiles.ahead[..2 * tiles.count].iter_mut();
             let next = if partition + 1 < self.item.partitions.end {
                 Some((self, partition + 1))
@@ -181,7 +189,7 @@ impl<'a, F: Format> Source<'a, F> {
 
     /// Asks for the tiles of a partition that nobody ran ahead of.
     pub(super) fn prefetch<S: Simd>(&self, s: S, partition: usize) {
-        if self.call.layer.spec().layout == KvLayout::Rows {
+        if !self.contiguous {
             return;
         }
         self.in_memory_order(partition, |tile| {
@@ -192,7 +200,7 @@ impl<'a, F: Format> Source<'a, F> {
         self.prefetch_scales(s, partition);
     }
 
-    /// The tiles of a partition that any row sees, block by block, K before V. Tiled caches only.
+    /// The tiles of a partition that any row sees, block by block, K before V. Contiguous ones only.
     fn in_memory_order(&self, partition: usize, mut visit: impl FnMut(*const u8)) {
         let tiles_a_block = self.call.layer.spec().block_size / TILE;
         let range = self.range(partition);
@@ -213,7 +221,7 @@ impl<'a, F: Format> Source<'a, F> {
         base + sees.start / TILE..base + sees.end.div_ceil(TILE)
     }
 
-    /// A tile where it lies in a tiled cache.
+    /// A contiguous tile where it lies in the cache.
     fn direct(&self, side: Side, tile: usize) -> *const u8 {
         let block_size = self.call.layer.spec().block_size;
         let (block, token) = (tile * TILE / block_size, tile * TILE % block_size);
@@ -227,13 +235,15 @@ impl<'a, F: Format> Source<'a, F> {
         }
     }
 
-    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Meanwhile asks for the rows of the tile
-    /// that comes some tiles later.
+    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Where nobody ran ahead, asks for the rows
+    /// of the tile that comes some tiles later.
     fn pack<S: Simd>(&self, s: S, side: Side, tile: usize, to: *mut u8) -> *const u8 {
         let spec = self.call.layer.spec();
-        for row in self.rows(side, tile + PACK_AHEAD) {
-            for line in (0..spec.head_dim * spec.dtype.size()).step_by(64) {
-                s.prefetch(row.wrapping_add(line));
+        if !self.contiguous {
+            for row in self.rows(side, tile + PACK_AHEAD) {
+                for line in (0..spec.head_dim * spec.dtype.size()).step_by(64) {
+                    s.prefetch(row.wrapping_add(line));
+                }
             }
         }
         let rows = self.rows(side, tile);
