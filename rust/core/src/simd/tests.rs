@@ -1,4 +1,5 @@
 //! Every method of every instruction set of this CPU against plain Rust, on random bits at odd addresses.
+#![allow(clippy::needless_range_loop)] // indices name lanes and parts of several arrays at once
 
 use half::{bf16, f16};
 
