@@ -122,7 +122,7 @@ macro_rules! single {
             }
             #[inline(always)]
             fn seen<S: Simd>(_: S, a: S::F32, _: usize, first: bool, _: bool) -> Option<S::F32> {
-                first.then_some(a)
+                if first { Some(a) } else { None }
             }
             #[inline(always)]
             unsafe fn store_weights<S: Simd>(s: S, words: *mut u32, at: usize, weights: S::F32) {
@@ -160,7 +160,8 @@ impl Format for Bf16 {
     #[inline(always)]
     fn seen<S: Simd>(s: S, a: S::Bf16, part: usize, first: bool, last: bool) -> Option<S::Bf16> {
         match (S::BF16_PARTS, first, last) {
-            (2, ..) => [first, last][part].then_some(a),
+            (2, ..) if [first, last][part] => Some(a),
+            (2, ..) => None,
             (_, true, true) => Some(a),
             (_, false, false) => None,
             _ => Some(s.keep_bf16(a, last)),

@@ -73,7 +73,7 @@ fn run_item<'a, S: Simd, F: Format>(
     let dim = call.plan.shape().head_dim;
     let (steps, width) = (dim.div_ceil(F::STEP), padded(dim));
     gather_rows(call, item, head, &mut w.rows);
-    let words = cut_rows::<S>(w.rows.len(), steps * Parts::<S, F>::COUNT, &mut w.row_tiles);
+    let words = cut_rows::<S, F>(w.rows.len(), steps * Parts::<S, F>::COUNT, &mut w.row_tiles);
     let query = w.query.floats(words).cast::<u32>();
     let states = w.states.floats(w.rows.len() * Record::floats(width));
     let parts = w.parts.floats(MAX_ROWS * Record::floats(width));

@@ -35,9 +35,13 @@ pub(super) const FEW_ROWS: usize = 4;
 pub(super) const SCORES: usize = PARTITION + TILE;
 
 /// How many of `left` rows the next tile of rows takes, and the rows of its micro-kernel.
-pub(super) fn kernel_rows<S: Simd>(left: usize) -> (usize, usize) {
-    // Two vectors in flight keep the multipliers busy; more rows need fewer loads.
-    let most = if S::REGISTERS >= 32 { MAX_ROWS } else { 6 };
+pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
+    // Two vectors in flight keep the multipliers busy; more rows need fewer loads. Parts take registers of their own.
+    let most = match (S::REGISTERS, Parts::<S, F>::COUNT) {
+        (32.., _) => MAX_ROWS,
+        (_, 1) => 6,
+        _ => 4,
+    };
     let n = left.div_ceil(left.div_ceil(most));
     let fits = KERNEL_ROWS.into_iter().find(|&r| r >= n);
     (n, fits.unwrap_or(MAX_ROWS))
@@ -83,7 +87,7 @@ impl Partition<'_> {
         } else if const { Parts::<S, F>::COUNT == 1 } {
             pick!(1 x 4, 2 x 4, 3 x 3, 4 x 3, 6 x 2);
         } else {
-            pick!(1 x 4, 2 x 4, 3 x 3, 4 x 2, 6 x 2);
+            pick!(1 x 4, 2 x 3, 3 x 2, 4 x 2);
         }
     }
 }

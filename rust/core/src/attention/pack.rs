@@ -1,5 +1,6 @@
 //! Making tiles of what is not tiled: rows are transposed (K) or paired (V) into the tile that the kernel reads, and
 //! rows of V are padded to whole vectors. The values do not change, so neither do any bits of the result.
+#![allow(clippy::needless_range_loop)] // indices name vectors and rows at once
 
 use std::marker::PhantomData;
 
@@ -51,18 +52,16 @@ impl<'a, F: Format> PackTile<'a, F> {
         unsafe {
             while step + S::LANES * per_word <= steps {
                 for first in (0..TILE).step_by(S::LANES) {
-                    self.transpose(s, step, first, |j, words| {
+                    let words = self.transpose(s, step, first);
+                    for j in 0..S::LANES {
                         let at = step + j * per_word;
+                        let to = lane(at, first);
                         if per_word == 1 {
-                            s.store(lane(at, first).cast(), words);
+                            s.store(to.cast(), words[j]);
                         } else {
-                            s.store_halves(
-                                lane(at, first).cast(),
-                                lane(at + 1, first).cast(),
-                                words,
-                            );
+                            s.store_halves(to.cast(), lane(at + 1, first).cast(), words[j]);
                         }
-                    });
+                    }
                 }
                 step += S::LANES * per_word;
             }
@@ -81,19 +80,13 @@ impl<'a, F: Format> PackTile<'a, F> {
         }
     }
 
-    /// `LANES` words of `LANES` rows from `first` on: word `j` after `step` of all of them goes to `store(j)`.
+    /// `LANES` words of `LANES` rows from `first` on: vector `j` has word `j` after `step` of all of them.
     #[inline(always)]
-    unsafe fn transpose<S: Simd>(
-        &self,
-        s: S,
-        step: usize,
-        first: usize,
-        store: impl Fn(usize, S::F32),
-    ) {
+    unsafe fn transpose<S: Simd>(&self, s: S, step: usize, first: usize) -> [S::F32; MAX_LANES] {
         let mut v = [s.splat(0.0); MAX_LANES];
-        for (v, row) in v.iter_mut().zip(&self.rows[first..first + S::LANES]) {
+        for i in 0..S::LANES {
             // SAFETY: the words are inside the rows.
-            *v = unsafe { s.load(row.add(step * F::LANE).cast()) };
+            v[i] = unsafe { s.load(self.rows[first + i].add(step * F::LANE).cast()) };
         }
         // Each round of zips of the two halves turns the index (row, word) by one bit.
         for _ in 0..S::LANES.ilog2() {
@@ -102,9 +95,7 @@ impl<'a, F: Format> PackTile<'a, F> {
                 (v[2 * i], v[2 * i + 1]) = s.zip(halves[i], halves[i + S::LANES / 2]);
             }
         }
-        for (j, &v) in v[..S::LANES].iter().enumerate() {
-            store(j, v);
-        }
+        v
     }
 
     /// V: `[16 / STEP][width][STEP]`.

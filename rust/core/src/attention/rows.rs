@@ -82,11 +82,15 @@ pub(super) fn gather_rows(call: &Call<'_>, item: &Item, head: usize, rows: &mut 
 
 /// Cuts rows into tiles for the micro-kernels that exist; returns the words that their packed queries take, `words` a
 /// row.
-pub(super) fn cut_rows<S: Simd>(rows: usize, words: usize, tiles: &mut Vec<RowTile>) -> usize {
+pub(super) fn cut_rows<S: Simd, F: Format>(
+    rows: usize,
+    words: usize,
+    tiles: &mut Vec<RowTile>,
+) -> usize {
     let (mut start, mut total) = (0, 0);
     tiles.clear();
     while start < rows {
-        let (n, kernel_rows) = kernel_rows::<S>(rows - start);
+        let (n, kernel_rows) = kernel_rows::<S, F>(rows - start);
         tiles.push(RowTile {
             rows: start..start + n,
             kernel_rows,

@@ -24,9 +24,10 @@ const RUN_BYTES: usize = 8 * 1024;
 struct Widest<S, F, const R: usize>(PhantomData<(S, F)>);
 
 impl<S: Simd, F: Format, const R: usize> Widest<S, F, R> {
-    /// Sums, operands, a weight and a mask for parts fit the registers.
+    /// Sums, operands and a weight fit the registers; with parts, what they are made of and a mask as well.
     const WIDTH: usize = {
-        let most = (S::REGISTERS - Parts::<S, F>::COUNT) / (R + 1);
+        let parts = Parts::<S, F>::COUNT;
+        let most = (S::REGISTERS - parts) / (R + parts);
         if most < 8 { most } else { 8 }
     };
 }

@@ -1,6 +1,7 @@
 //! The second part of the micro-kernel: one row's scores to weights.
 //!
 //! A hidden slot may hold NaN: its score is replaced before anyone looks.
+#![allow(clippy::needless_range_loop)] // indices name vectors of several arrays at once
 
 use std::ops::Range;
 
@@ -92,40 +93,25 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
             s.store(at, s.select_lanes(from, until, s.load(at), hidden));
         }
         // Maxima do not depend on their order: four chains, for speed.
-        let load = |x: usize| s.load(scores.add(x * S::LANES));
         let (mut most, mut x) = ([hidden; 4], all.start);
-        while x + 4 <= all.end {
-            for (i, most) in most.iter_mut().enumerate() {
-                *most = s.max(*most, load(x + i));
+        while x < all.end {
+            for i in 0..4 {
+                if x + i < all.end {
+                    most[i] = s.max(most[i], s.load(scores.add((x + i) * S::LANES)));
+                }
             }
             x += 4;
-        }
-        for x in x..all.end {
-            most[0] = s.max(most[0], load(x));
         }
         let m = s.max(s.max(most[0], most[1]), s.max(most[2], most[3]));
         let m = s.maximum(m);
-        let mut l = s.splat(0.0);
-        let mut finish = |x: usize, weight: S::F32| {
-            l = s.add(l, weight);
-            if F::QUANTIZED {
-                s.store(scores.add(x * S::LANES), weight);
-            } else {
-                F::store_weights(s, scores.cast(), x * S::LANES, weight);
-            }
-        };
-        let distance = |x: usize| s.sub(load(x), s.splat(m));
-        let mut x = all.start;
+        let (mut l, mut x) = (s.splat(0.0), all.start);
         while x + 4 <= all.end {
-            let weights = exps(s, [0, 1, 2, 3].map(|i| distance(x + i)));
-            weights
-                .into_iter()
-                .enumerate()
-                .for_each(|(i, weight)| finish(x + i, weight));
+            l = exponentials::<S, F, 4>(s, scores, x, m, l);
             x += 4;
         }
-        for x in x..all.end {
-            finish(x, exps(s, [distance(x)])[0]);
+        while x < all.end {
+            l = exponentials::<S, F, 1>(s, scores, x, m, l);
+            x += 1;
         }
         let quantum = if F::QUANTIZED {
             quantize::<S, F>(s, tiles.value_scales, scores, sees)
@@ -134,6 +120,36 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
         };
         (m, s.sum(l), quantum)
     }
+}
+
+/// `N` vectors of scores from vector `x` on to weights, which are added to `l`.
+#[inline(always)]
+unsafe fn exponentials<S: Simd, F: Format, const N: usize>(
+    s: S,
+    scores: *mut f32,
+    x: usize,
+    maximum: f32,
+    mut l: S::F32,
+) -> S::F32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut weights = [l; N];
+        for i in 0..N {
+            let score = s.load(scores.add((x + i) * S::LANES));
+            weights[i] = s.sub(score, s.splat(maximum));
+        }
+        weights = exps(s, weights);
+        for i in 0..N {
+            let first = (x + i) * S::LANES;
+            l = s.add(l, weights[i]);
+            if F::QUANTIZED {
+                s.store(scores.add(first), weights[i]);
+            } else {
+                F::store_weights(s, scores.cast(), first, weights[i]);
+            }
+        }
+    }
+    l
 }
 
 /// Lanes of vector `x` that are seen.

@@ -237,22 +237,25 @@ impl Simd for Avx2 {
     unsafe fn store_halves(self, low: *mut u16, high: *mut u16, a: __m256) {
         unsafe {
             let words = _mm256_castps_si256(a);
-            for (to, half) in [
-                (low, _mm256_and_si256(words, _mm256_set1_epi32(0xffff))),
-                (high, _mm256_srli_epi32::<16>(words)),
-            ] {
-                let (a, b) = (
-                    _mm256_castsi256_si128(half),
-                    _mm256_extracti128_si256::<1>(half),
-                );
-                _mm_storeu_si128(to.cast(), _mm_packus_epi32(a, b));
-            }
+            let half = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+            let (a, b) = (
+                _mm256_castsi256_si128(half),
+                _mm256_extracti128_si256::<1>(half),
+            );
+            _mm_storeu_si128(low.cast(), _mm_packus_epi32(a, b));
+            let half = _mm256_srli_epi32::<16>(words);
+            let (a, b) = (
+                _mm256_castsi256_si128(half),
+                _mm256_extracti128_si256::<1>(half),
+            );
+            _mm_storeu_si128(high.cast(), _mm_packus_epi32(a, b));
         }
     }
     #[inline(always)]
     unsafe fn interleave_2(self, rows: [*const u16; 2], to: *mut u16) {
         unsafe {
-            let [a, b] = rows.map(|p| _mm_loadu_si128(p.cast()));
+            let a = _mm_loadu_si128(rows[0].cast());
+            let b = _mm_loadu_si128(rows[1].cast());
             _mm_storeu_si128(to.cast(), _mm_unpacklo_epi16(a, b));
             _mm_storeu_si128(to.add(8).cast(), _mm_unpackhi_epi16(a, b));
         }
@@ -260,7 +263,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn interleave_4(self, rows: [*const u8; 4], to: *mut u8) {
         unsafe {
-            let [a, b, c, d] = rows.map(|p| _mm_loadl_epi64(p.cast()));
+            let a = _mm_loadl_epi64(rows[0].cast());
+            let b = _mm_loadl_epi64(rows[1].cast());
+            let c = _mm_loadl_epi64(rows[2].cast());
+            let d = _mm_loadl_epi64(rows[3].cast());
             let (ab, cd) = (_mm_unpacklo_epi8(a, b), _mm_unpacklo_epi8(c, d));
             _mm_storeu_si128(to.cast(), _mm_unpacklo_epi16(ab, cd));
             _mm_storeu_si128(to.add(16).cast(), _mm_unpackhi_epi16(ab, cd));

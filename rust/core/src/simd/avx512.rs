@@ -177,8 +177,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn dot_bf16(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
         unsafe {
             if BF16 {
-                let [a, b] = [a, b].map(|x| transmute::<__m512i, __m512bh>(x));
-                _mm512_dpbf16_ps(c, a, b)
+                _mm512_dpbf16_ps(
+                    c,
+                    transmute::<__m512i, __m512bh>(a),
+                    transmute::<__m512i, __m512bh>(b),
+                )
             } else {
                 _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), c)
             }
@@ -256,7 +259,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     unsafe fn interleave_2(self, rows: [*const u16; 2], to: *mut u16) {
         unsafe {
-            let [a, b] = rows.map(|p| _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())));
+            let a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(rows[0].cast()));
+            let b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(rows[1].cast()));
             let pairs = _mm512_or_si512(a, _mm512_slli_epi32::<16>(b));
             _mm512_storeu_si512(to.cast(), pairs);
         }
@@ -264,7 +268,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     unsafe fn interleave_4(self, rows: [*const u8; 4], to: *mut u8) {
         unsafe {
-            let [a, b, c, d] = rows.map(|p| _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())));
+            let a = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows[0].cast()));
+            let b = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows[1].cast()));
+            let c = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows[2].cast()));
+            let d = _mm512_cvtepu8_epi32(_mm_loadu_si128(rows[3].cast()));
             let ab = _mm512_or_si512(a, _mm512_slli_epi32::<8>(b));
             let cd = _mm512_or_si512(_mm512_slli_epi32::<16>(c), _mm512_slli_epi32::<24>(d));
             _mm512_storeu_si512(to.cast(), _mm512_or_si512(ab, cd));

@@ -1,5 +1,6 @@
 //! The one exponential of the attention kernel: scores to weights, and the factors of the merge; and the hyperbolic
 //! tangent that soft-capped scores go through.
+#![allow(clippy::needless_range_loop)] // indices name vectors of several arrays at once
 
 use super::Simd;
 
@@ -28,17 +29,26 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F32) -> S::F32 {
 /// The same of several vectors, step by step: so many chains of dependent instructions hide their latency.
 #[inline(always)]
 pub(crate) fn exps<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> [S::F32; N] {
-    let n = x.map(|x| s.round(s.mul(x, s.splat(std::f32::consts::LOG2_E))));
-    let mut f = x;
+    // Loops, not `map`: a function of the standard library need not be inlined where the instructions are.
+    let (mut n, mut f, mut p, mut e) = (x, x, [s.splat(COEFFICIENTS[0]); N], x);
+    for i in 0..N {
+        n[i] = s.round(s.mul(x[i], s.splat(std::f32::consts::LOG2_E)));
+    }
     for part in [LN2_HIGH, LN2_LOW] {
-        f = std::array::from_fn(|i| s.fma(n[i], s.splat(-part), f[i]));
+        for i in 0..N {
+            f[i] = s.fma(n[i], s.splat(-part), f[i]);
+        }
     }
-    let mut p = [s.splat(COEFFICIENTS[0]); N];
     for c in &COEFFICIENTS[1..] {
-        p = std::array::from_fn(|i| s.fma(p[i], f[i], s.splat(*c)));
+        for i in 0..N {
+            p[i] = s.fma(p[i], f[i], s.splat(*c));
+        }
     }
-    let power = std::array::from_fn::<_, N, _>(|i| s.scale(p[i], n[i]));
-    std::array::from_fn(|i| s.select_below(x[i], UNDERFLOW, s.splat(0.0), power[i]))
+    for i in 0..N {
+        let power = s.scale(p[i], n[i]);
+        e[i] = s.select_below(x[i], UNDERFLOW, s.splat(0.0), power);
+    }
+    e
 }
 
 /// Up to this magnitude tanh is a polynomial: beyond it, nothing cancels in `1 - e^-2x`.

@@ -149,7 +149,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// Code to run under an instruction set. `run` must be `#[inline(always)]` with all it calls.
+/// Code to run under an instruction set. `run` must be `#[inline(always)]` with all it calls: no closure and no function
+/// of the standard library (`map`, `from_fn`, iterators) may see a vector, for they may stay functions of their own, which
+/// lack the instructions.
 pub(crate) trait Kernel {
     type Output;
     fn run<S: Simd>(self, s: S) -> Self::Output;

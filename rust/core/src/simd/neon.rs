@@ -201,7 +201,7 @@ impl Simd for Neon {
     #[inline(always)]
     fn dot_i16(self, a: int32x4_t, b: int32x4_t, c: int32x4_t) -> int32x4_t {
         unsafe {
-            let [a, b] = [a, b].map(|x| vreinterpretq_s16_s32(x));
+            let (a, b) = (vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b));
             let low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
             vaddq_s32(c, vpaddq_s32(low, vmull_high_s16(a, b)))
         }
@@ -222,8 +222,8 @@ impl Simd for Neon {
     unsafe fn store_i16(self, words: *mut u32, at: usize, a: float32x4_t) {
         unsafe {
             let n = vmovn_s32(vcvtnq_s32_f32(a));
-            let [first, second] =
-                [vuzp1_s16(n, n), vuzp2_s16(n, n)].map(|x| vreinterpret_u32_s16(x));
+            let first = vreinterpret_u32_s16(vuzp1_s16(n, n));
+            let second = vreinterpret_u32_s16(vuzp2_s16(n, n));
             let words = words.add(at / 2);
             words.write_unaligned(vget_lane_u32::<0>(first));
             words.add(1).write_unaligned(vget_lane_u32::<0>(second));
