@@ -50,6 +50,9 @@ MOST = 1 << 26
 COLD = 64 << 20
 """Elements of K and V that a cycle of calls reads at least: more bytes than the CPU's caches have, in any dtype."""
 
+REST = 0.3
+"""Seconds before each one's turn: the threads of OpenMP spin that long after their work, on everyone's cores."""
+
 
 class MissingError(Exception):
     """A peer cannot run here, or not this case."""
@@ -537,11 +540,13 @@ def compare(case: Case, chosen: list[Peer], limits: Limits, rounds: int, budget:
         running.append((peer, call, off, []))
     stream, sgemm = [], []
     for _ in range(rounds):
+        time.sleep(REST)
         stream.append(limits.stream())
         sgemm.append(limits.sgemm())
         for _, call, _, samples in running:
             if sum(samples) > 20 * budget:
                 continue  # a slow one was measured enough
+            time.sleep(REST)
             first = seconds(lambda: call(0))  # noqa: B023
             calls = max(1, min(100, int(budget / first)))
             samples += [seconds(lambda: call((i + 1) % data.num_layers)) for i in range(calls)]  # noqa: B023
