@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
-use super::format::{Format, Parts, max_query};
+use super::format::{Format, Parts, max_query, quantum};
 use super::kernel::kernel_rows;
 use super::merge::Record;
 use super::plan::Item;
@@ -190,10 +190,6 @@ impl<F> PackQuery<'_, F> {
             largest = s.max(largest, s.max(x, s.sub(zero, x)));
             bad = s.fma(x, zero, bad);
         }
-        // Far below what a query can stand for, and yet its inverse is finite.
-        let largest = s.maximum(largest).max(f32::MIN_POSITIVE * 1e6);
-        let most = max_query(self.head_dim);
-        // NaN and infinities are not lost: 0 times either is NaN.
-        (most / largest, largest / most + s.sum(bad))
+        quantum(s.maximum(largest), max_query(self.head_dim), s.sum(bad))
     }
 }

@@ -1,9 +1,10 @@
 //! Where an item's tiles come from: straight from a tiled cache, or packed into scratch from rows; and what to ask for
 //! meanwhile, so that it is near when its turn comes.
 //!
-//! A thread works on one partition and prefetches the next one, in the order of memory (where tokens lie side by side): the K and V of a block lie side
-//! by side in our own cache, and the longer the run, the better the hardware's own prefetching. The last partition of an
-//! item prefetches the first of the item that the thread has claimed next.
+//! A thread works on one partition and prefetches the next one, where the tokens of a tile lie side by side. It does so in
+//! the order of memory: the K and V of a block are neighbours in our own cache, and the longer the run, the better the
+//! hardware's own prefetching. The last partition of an item prefetches the first of the item that the thread has claimed
+//! next.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -137,35 +138,27 @@ impl<'a, F: Format> Source<'a, F> {
         let bytes = |row: usize| TILE * row * spec.dtype.size();
         let (key_bytes, value_bytes) = (bytes(dim.next_multiple_of(F::STEP)), bytes(width));
         let floats = |tile: usize| TILES * tile / size_of::<f32>();
-        if rows {
-            let to: *mut u8 = buffers.keys.floats(floats(key_bytes)).cast();
-            for (i, tile) in range.clone().enumerate() {
-                tiles.stream[i] = self.pack(s, Side::Key, tile, to.wrapping_add(i * key_bytes));
-            }
-        } else {
-            for (i, tile) in range.clone().enumerate() {
-                tiles.stream[i] = self.direct(Side::Key, tile);
-            }
+        let keys: Option<*mut u8> = rows.then(|| buffers.keys.floats(floats(key_bytes)).cast());
+        let values: Option<*mut u8> =
+            widened.then(|| buffers.values.floats(floats(value_bytes)).cast());
+        for (i, tile) in range.clone().enumerate() {
+            tiles.stream[i] = match keys {
+                None => self.direct(Side::Key, tile),
+                Some(to) => self.pack(s, Side::Key, tile, to.wrapping_add(i * key_bytes)),
+            };
         }
-        if widened {
-            let to: *mut u8 = buffers.values.floats(floats(value_bytes)).cast();
-            for (i, tile) in range.clone().enumerate() {
-                let to = to.wrapping_add(i * value_bytes);
-                tiles.stream[tiles.count + i] = if packed {
-                    self.pack(s, Side::Value, tile, to)
-                } else {
-                    self.widen(tile, to)
-                };
-            }
-        } else {
-            for (i, tile) in range.clone().enumerate() {
-                tiles.stream[tiles.count + i] = self.direct(Side::Value, tile);
-            }
+        for (i, tile) in range.enumerate() {
+            let to = |values: *mut u8| values.wrapping_add(i * value_bytes);
+            tiles.stream[tiles.count + i] = match values {
+                None => self.direct(Side::Value, tile),
+                Some(values) if packed => self.pack(s, Side::Value, tile, to(values)),
+                Some(values) => self.widen(tile, to(values)),
+            };
         }
         if F::QUANTIZED {
             let scales = buffers.scales.floats(2 * PARTITION);
             (tiles.key_scales, tiles.value_scales) = (scales, scales.wrapping_add(PARTITION));
-            self.copy_scales(range, partition, scales);
+            self.copy_scales(partition, scales);
         }
         tiles.prefetched();
         if self.contiguous {
@@ -279,10 +272,9 @@ impl<'a, F: Format> Source<'a, F> {
         to
     }
 
-    /// Copies the scales of tiles, those of K to the first half of `to`, those of V to the second.
-    fn copy_scales(&self, tiles: Range<usize>, partition: usize, to: *mut f32) {
-        let seen = tiles.start * TILE..(tiles.end * TILE).min(self.item.sees.end);
-        self.scale_runs(seen, |side, from, token, n| {
+    /// Copies the scales of a partition, those of K to the first half of `to`, those of V to the second.
+    fn copy_scales(&self, partition: usize, to: *mut f32) {
+        self.scale_runs(partition, |side, from, token, n| {
             let half = if side == Side::Key { 0 } else { PARTITION };
             // SAFETY: the scales are a block's own; the tokens are in the partition, for which each half has room.
             unsafe {
@@ -296,9 +288,7 @@ impl<'a, F: Format> Source<'a, F> {
 
     fn prefetch_scales<S: Simd>(&self, s: S, partition: usize) {
         if F::QUANTIZED {
-            let range = self.range(partition);
-            let seen = range.start * TILE..(range.end * TILE).min(self.item.sees.end);
-            self.scale_runs(seen, |_, from, _, n| {
+            self.scale_runs(partition, |_, from, _, n| {
                 for i in (0..n).step_by(16) {
                     s.prefetch(from.wrapping_add(i).cast());
                 }
@@ -306,12 +296,11 @@ impl<'a, F: Format> Source<'a, F> {
         }
     }
 
-    /// Runs of scales that lie side by side: the side, where the first one is, whose token it is, how many there are.
-    fn scale_runs(
-        &self,
-        tokens: Range<usize>,
-        mut visit: impl FnMut(Side, *const f32, usize, usize),
-    ) {
+    /// Runs of a partition's scales that lie side by side, of whole tiles up to the last token that any row sees: the
+    /// side, where the first one is, whose token it is, how many there are.
+    fn scale_runs(&self, partition: usize, mut visit: impl FnMut(Side, *const f32, usize, usize)) {
+        let tiles = self.range(partition);
+        let tokens = tiles.start * TILE..(tiles.end * TILE).min(self.item.sees.end);
         let block_size = self.call.layer.spec().block_size;
         let mut token = tokens.start;
         while token < tokens.end {

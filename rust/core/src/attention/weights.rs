@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::simd::{MAX_LANES, Simd, exps, tanh};
 
-use super::format::{Format, MAX_WEIGHT};
+use super::format::{Format, MAX_WEIGHT, quantum};
 use super::kernel::Partition;
 use super::plan::PARTITION;
 use super::rows::Row;
@@ -183,14 +183,16 @@ unsafe fn quantize<S: Simd, F: Format>(
             bad = s.fma(product, zero, bad);
             s.store(at, product);
         }
-        // Far below what a weight can stand for, and yet its inverse is finite.
-        let largest = s.maximum(largest).max(f32::MIN_POSITIVE * 1e6);
-        let inverse = s.splat(MAX_WEIGHT / largest);
+        let (units, quantum) = quantum(s.maximum(largest), MAX_WEIGHT, s.sum(bad));
         for x in vectors::<S>(sees) {
             let product = s.load(weights.add(x * S::LANES));
-            F::store_weights(s, weights.cast(), x * S::LANES, s.mul(product, inverse));
+            F::store_weights(
+                s,
+                weights.cast(),
+                x * S::LANES,
+                s.mul(product, s.splat(units)),
+            );
         }
-        // NaN and infinities are not lost: 0 times either is NaN.
-        largest / MAX_WEIGHT + s.sum(bad)
+        quantum
     }
 }
