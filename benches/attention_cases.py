@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from leafkv import AttentionPlan, KVCache
+
 
 @dataclass(frozen=True)
 class Model:
@@ -62,6 +64,19 @@ class Case:
     @property
     def kv_lens(self) -> NDArray[np.int32]:
         return np.full(self.count, self.context, np.int32)
+
+    def plan(self, tables: NDArray[np.int32], memory: KVCache) -> AttentionPlan:
+        """Of a step over ``memory``, by its block tables."""
+        return AttentionPlan(
+            tables,
+            self.query_starts,
+            self.kv_lens,
+            num_heads=self.model.num_heads,
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            block_size=memory.block_size,
+            num_blocks=memory.num_blocks,
+        )
 
     def pages(self, tokens: int, num_pages: int, rng: np.random.Generator) -> NDArray[np.int32]:
         """Which of so many pages hold each sequence, ``[count, context / tokens]``, in random order.

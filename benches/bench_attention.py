@@ -64,17 +64,7 @@ class Step:
         self.attend = self.make_plan().attend
 
     def make_plan(self) -> AttentionPlan:
-        case, model = self.case, self.case.model
-        return AttentionPlan(
-            self.tables,
-            case.query_starts,
-            case.kv_lens,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=BLOCK,
-            num_blocks=self.cache.num_blocks,
-        )
+        return self.case.plan(self.tables, self.cache)
 
     def __call__(self) -> None:
         views, scales = next(self.layers)

@@ -36,7 +36,7 @@ import numpy as np
 from benches.attention_cases import Case, cases
 from numpy.typing import NDArray
 
-from leafkv import AttentionPlan, KVCache
+from leafkv import KVCache
 
 Floats = NDArray[np.float32]
 Call = Callable[[int], Any]
@@ -170,16 +170,7 @@ class LeafKV(Peer):
         tables, slots = data.place(block)
         for layer in range(data.num_layers):
             memory.write(layer, data.key, data.value, slots)
-        plan = AttentionPlan(
-            tables,
-            case.query_starts,
-            case.kv_lens,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=block,
-            num_blocks=memory.num_blocks,
-        )
+        plan = case.plan(tables, memory)
         out = np.empty_like(data.query)
 
         def call(layer: int) -> Any:
