@@ -191,7 +191,7 @@ fn instruction(isa: Isa, dtype: KvDtype) -> Option<Instruction> {
     match isa {
         Isa::Avx2 => Some((avx2, 16)),
         Isa::Avx512Bf16 if dtype == KvDtype::Bf16 => Some((bf16, 64)),
-        Isa::Avx512 | Isa::Avx512Bf16 => Some((avx512, 32)),
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Some((avx512, 32)),
         _ => None,
     }
 }

@@ -12,7 +12,7 @@
 
 use std::marker::PhantomData;
 
-use crate::simd::Simd;
+use crate::simd::{MATRIX_ROWS, Simd};
 
 use super::layout::KvDtype;
 use super::plan::PARTITION;
@@ -30,6 +30,15 @@ impl<S: Simd, F: Format> Parts<S, F> {
         KvDtype::Bf16 => S::BF16_PARTS,
         KvDtype::Int8 => 2,
     };
+}
+
+/// Whether a format is multiplied by an instruction set's matrix unit.
+pub(super) struct Matrix<S, F>(PhantomData<(S, F)>);
+
+impl<S: Simd, F: Format> Matrix<S, F> {
+    pub(super) const USED: bool = S::MATRIX && matches!(F::DTYPE, KvDtype::Bf16);
+    /// Positions of a sum over `head_dim` that are added up together: K has a multiple of them, the rest zeros.
+    pub(super) const DEPTH: usize = if Self::USED { MATRIX_ROWS } else { F::STEP };
 }
 
 /// A KV dtype, as the kernel sees it.

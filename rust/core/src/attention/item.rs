@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
-use super::format::{Format, Parts};
+use super::format::{Format, Matrix};
 use super::kernel::{MAX_ROWS, Partition, SCORES};
+use super::matrix;
 use super::merge::Record;
 use super::plan::{Item, Unit};
-use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows};
+use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows, query_words};
 use super::scratch::{Buffer, padded};
 use super::tiles::{Source, TileBuffers};
 
@@ -27,6 +28,7 @@ struct Workspace {
     states: Buffer,
     parts: Buffer,
     scores: Buffer,
+    spare: Buffer,
     tiles: TileBuffers,
 }
 
@@ -73,12 +75,19 @@ fn run_item<'a, S: Simd, F: Format>(
     let dim = call.plan.shape().head_dim;
     let (steps, width) = (dim.div_ceil(F::STEP), padded(dim));
     gather_rows(call, item, head, &mut w.rows);
-    let words = cut_rows::<S, F>(w.rows.len(), steps * Parts::<S, F>::COUNT, &mut w.row_tiles);
+    let row_words = query_words::<S, F>(dim);
+    let words = cut_rows::<S, F>(w.rows.len(), row_words, &mut w.row_tiles);
     let query = w.query.floats(words).cast::<u32>();
     let states = w.states.floats(w.rows.len() * Record::floats(width));
     let parts = w.parts.floats(MAX_ROWS * Record::floats(width));
     let scores = w.scores.floats(MAX_ROWS * SCORES);
-    let (row, row_words) = (w.row.floats(width), w.row_words.floats(width).cast());
+    let row = w.row.floats(width);
+    let row_words = w.row_words.floats(width.max(row_words)).cast();
+    let spare = if Matrix::<S, F>::USED {
+        w.spare.floats(matrix::spare_floats(width))
+    } else {
+        std::ptr::null_mut()
+    };
     for tile in &w.row_tiles {
         s.vectorize(PackQuery::<F> {
             scale: call.options.scale,
@@ -118,6 +127,7 @@ fn run_item<'a, S: Simd, F: Format>(
                     tiles: &tiles,
                     scores,
                     parts,
+                    spare,
                     states: item
                         .leftmost
                         .then(|| Record::at(states, width, row_tile.rows.start)),

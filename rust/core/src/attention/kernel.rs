@@ -11,11 +11,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, MATRIX_ROWS, Simd};
 
 use super::Options;
-use super::format::{Format, Parts};
+use super::format::{Format, Matrix, Parts};
 use super::layout::TILE;
+use super::matrix;
 use super::merge::Record;
 use super::plan::{PARTITION, local, union};
 use super::rows::Row;
@@ -25,8 +26,8 @@ use super::values::values;
 use super::weights::{adjust, weights};
 
 /// Rows of the largest micro-kernel, and those that exist.
-pub(super) const MAX_ROWS: usize = 12;
-const KERNEL_ROWS: [usize; 7] = [1, 2, 3, 4, 6, 8, MAX_ROWS];
+pub(super) const MAX_ROWS: usize = MATRIX_ROWS;
+const KERNEL_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, MAX_ROWS];
 
 /// Up to so many rows, reading KV takes longer than multiplying it.
 pub(super) const FEW_ROWS: usize = 4;
@@ -38,11 +39,15 @@ pub(super) const SCORES: usize = PARTITION + TILE;
 pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
     // Two vectors in flight keep the multipliers busy; more rows need fewer loads. Parts take registers of their own.
     let most = match (S::REGISTERS, Parts::<S, F>::COUNT) {
-        (32.., _) => MAX_ROWS,
+        _ if Matrix::<S, F>::USED => MATRIX_ROWS,
+        (32.., _) => 12,
         (_, 1) => 6,
         _ => 4,
     };
     let n = left.div_ceil(left.div_ceil(most));
+    if Matrix::<S, F>::USED {
+        return (n, MATRIX_ROWS);
+    }
     let fits = KERNEL_ROWS.into_iter().find(|&r| r >= n);
     (n, fits.unwrap_or(MAX_ROWS))
 }
@@ -54,7 +59,7 @@ pub(super) struct Partition<'a> {
     pub(super) index: usize,
     /// The rows: as many as the kernel has, or fewer.
     pub(super) rows: &'a [Row],
-    /// `[steps][parts][R]` words.
+    /// `[steps][parts][R]` words; of a matrix unit, `[steps / 16][16][16]`, rounded up.
     pub(super) query: *const u32,
     pub(super) steps: usize,
     /// All that the rows see of the partition.
@@ -63,6 +68,8 @@ pub(super) struct Partition<'a> {
     pub(super) scores: *mut f32,
     /// `[R]` records for this partition's results.
     pub(super) parts: *mut f32,
+    /// Room for a partition of V, and for `[R]` records, of a matrix unit.
+    pub(super) spare: *mut f32,
     /// The first of the rows' states to fold them onto, if that is to be done here.
     pub(super) states: Option<Record>,
     pub(super) width: usize,
@@ -82,7 +89,9 @@ impl Partition<'_> {
                 }
             };
         }
-        if const { S::REGISTERS >= 32 } {
+        if const { Matrix::<S, F>::USED } {
+            s.vectorize(Tile::<F, MATRIX_ROWS, 2>(self, PhantomData));
+        } else if const { S::REGISTERS >= 32 } {
             pick!(1 x 4, 2 x 4, 3 x 3, 4 x 2, 6 x 2, 8 x 2, 12 x 2);
         } else if const { Parts::<S, F>::COUNT == 1 } {
             pick!(1 x 4, 2 x 4, 3 x 3, 4 x 3, 6 x 2);
@@ -115,7 +124,11 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 }
                 return;
             }
-            scores::<S, F, R, V>(s, &p, &seen);
+            if const { Matrix::<S, F>::USED } {
+                matrix::scores(s, &p, &seen);
+            } else {
+                scores::<S, F, R, V>(s, &p, &seen);
+            }
             let mut quanta = [1.0; R];
             for (r, row) in p.rows.iter().take(R).enumerate() {
                 let scores = p.scores.add(r * SCORES);
@@ -124,7 +137,11 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 record(r).set_statistics(m, l);
                 quanta[r] = quantum;
             }
-            values::<S, F, R>(s, &p, &seen, &sees, &quanta);
+            if const { Matrix::<S, F>::USED } {
+                matrix::values(s, &p, &seen, &sees);
+            } else {
+                values::<S, F, R>(s, &p, &seen, &sees, &quanta);
+            }
             if let Some(states) = p.states {
                 for r in 0..p.rows.len() {
                     states.next(r).fold(s, record(r));

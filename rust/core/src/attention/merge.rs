@@ -98,8 +98,10 @@ impl Record {
             let b = exp(s, s.splat(m1 - m));
             let l = s.fma(s.splat(l1), b, s.mul(s.splat(l0), a));
             self.set_statistics(m, s.first(l));
+            // Adding 0 leaves no -0, whose sign need not be the row's own (see `matrix`).
+            let zero = s.splat(0.0);
             for d in (0..self.width).step_by(S::LANES) {
-                let kept = s.mul(s.load(self.output.add(d)), a);
+                let kept = s.fma(s.load(self.output.add(d)), a, zero);
                 s.store(
                     self.output.add(d),
                     s.fma(s.load(part.output.add(d)), b, kept),

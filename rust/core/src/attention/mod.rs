@@ -14,6 +14,7 @@ mod format;
 mod item;
 mod kernel;
 mod layout;
+mod matrix;
 mod merge;
 pub mod naive;
 mod pack;
@@ -38,6 +39,7 @@ pub use store::{Blocks, copy_blocks, write_kv};
 use crate::simd::{Dispatch, Isa, Simd};
 use crate::{Error, Result, threads};
 use call::Call;
+use format::Format;
 use merge::Record;
 use plan::Mask;
 use scratch::padded;
@@ -261,11 +263,19 @@ impl Dispatch for Work<'_> {
     type Output = ();
     fn run<S: Simd>(self, s: S) {
         match self.call.layer.spec().dtype {
-            KvDtype::F32 => item::run_items::<S, format::F32>(s, self.call, self.next),
-            KvDtype::F16 => item::run_items::<S, format::F16>(s, self.call, self.next),
-            KvDtype::Bf16 => item::run_items::<S, format::Bf16>(s, self.call, self.next),
-            KvDtype::Int8 => item::run_items::<S, format::Int8>(s, self.call, self.next),
+            KvDtype::F32 => self.items::<_, format::F32>(s.vectors()),
+            KvDtype::F16 => self.items::<_, format::F16>(s.vectors()),
+            KvDtype::Bf16 => self.items::<_, format::Bf16>(s),
+            KvDtype::Int8 => self.items::<_, format::Int8>(s.vectors()),
         }
+    }
+}
+
+impl Work<'_> {
+    fn items<S: Simd, F: Format>(self, s: S) {
+        s.matrix_begin();
+        item::run_items::<S, F>(s, self.call, self.next);
+        s.matrix_end();
     }
 }
 

@@ -4,11 +4,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, MATRIX_ROWS, Simd};
 
 use super::call::Call;
-use super::format::{Format, Parts, max_query, quantum};
+use super::format::{Format, Matrix, Parts, max_query, quantum};
 use super::kernel::kernel_rows;
+use super::matrix;
 use super::merge::Record;
 use super::plan::Item;
 use super::scratch::padded;
@@ -80,6 +81,14 @@ pub(super) fn gather_rows(call: &Call<'_>, item: &Item, head: usize, rows: &mut 
     }
 }
 
+/// Words that a row's packed query takes.
+pub(super) fn query_words<S: Simd, F: Format>(head_dim: usize) -> usize {
+    if Matrix::<S, F>::USED {
+        return matrix::query_words(head_dim);
+    }
+    head_dim.div_ceil(F::STEP) * Parts::<S, F>::COUNT
+}
+
 /// Cuts rows into tiles for the micro-kernels that exist; returns the words that their packed queries take, `words` a
 /// row.
 pub(super) fn cut_rows<S: Simd, F: Format>(
@@ -102,14 +111,15 @@ pub(super) fn cut_rows<S: Simd, F: Format>(
     total
 }
 
-/// Packs the queries of a row tile, scaled, as `[steps][parts][kernel_rows]` words. Rows that do not exist are zero.
+/// Packs the queries of a row tile, scaled, as `[steps][parts][kernel_rows]` words, or as a matrix unit wants them:
+/// `[steps / 16][16][16]`. Rows that do not exist are zero.
 pub(super) struct PackQuery<'a, F> {
     pub(super) scale: f32,
     pub(super) head_dim: usize,
     /// Rows of the tile, and how many its kernel has.
     pub(super) rows: &'a mut [Row],
     pub(super) kernel_rows: usize,
-    /// A row of `padded(head_dim)` floats, and one of as many words.
+    /// A row of `padded(head_dim)` floats, and one of as many words, or of as many as a packed query has.
     pub(super) row: *mut f32,
     pub(super) words: *mut u32,
     pub(super) packed: *mut u32,
@@ -121,7 +131,7 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let words = self.head_dim.div_ceil(F::STEP) * Parts::<S, F>::COUNT;
+        let words = query_words::<S, F>(self.head_dim);
         let width = padded(self.head_dim);
         for r in 0..self.kernel_rows {
             // SAFETY: the rows have `head_dim` elements, the buffers what the fields say.
@@ -138,6 +148,15 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
                     }
                 } else {
                     self.words.write_bytes(0, words);
+                }
+                if Matrix::<S, F>::USED {
+                    let filled = (width / F::STEP).min(words);
+                    self.words.add(filled).write_bytes(0, words - filled);
+                    for line in (0..words).step_by(MATRIX_ROWS) {
+                        let to = self.packed.add(line * MATRIX_ROWS + r * MATRIX_ROWS);
+                        to.copy_from_nonoverlapping(self.words.add(line), MATRIX_ROWS);
+                    }
+                    continue;
                 }
                 let mut to = self.packed.add(r);
                 for i in 0..words {

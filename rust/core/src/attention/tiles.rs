@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::call::Call;
-use super::format::Format;
+use super::format::{Format, Matrix};
 use super::layout::{KvLayout, Side, TILE};
 use super::pack::{PackTile, widen_value_tile};
 use super::plan::{Item, PARTITION, local};
@@ -29,6 +29,7 @@ pub(super) struct Tiles {
     stream: [*const u8; 2 * TILES],
     /// What to prefetch while each is read.
     ahead: [*const u8; 2 * TILES],
+    prefetched: bool,
     /// The tile of the partition that K begins with, and how many there are.
     pub(super) first: usize,
     pub(super) count: usize,
@@ -67,6 +68,11 @@ impl Tiles {
     /// What is ahead is on its way: from now on, what is asked for is near.
     pub(super) fn prefetched(&mut self) {
         self.ahead = self.stream;
+        self.prefetched = true;
+    }
+
+    pub(super) fn is_prefetched(&self) -> bool {
+        self.prefetched
     }
 }
 
@@ -128,6 +134,7 @@ impl<'a, F: Format> Source<'a, F> {
         let mut tiles = Tiles {
             stream: [std::ptr::null(); 2 * TILES],
             ahead: [std::ptr::null(); 2 * TILES],
+            prefetched: false,
             first: range.start - partition * TILES,
             count: range.len(),
             value_row: F::LANE * if widened { width } else { dim },
@@ -136,15 +143,18 @@ impl<'a, F: Format> Source<'a, F> {
         };
         // Whole steps of K, whole vectors of V.
         let bytes = |row: usize| TILE * row * spec.dtype.size();
-        let (key_bytes, value_bytes) = (bytes(dim.next_multiple_of(F::STEP)), bytes(width));
+        let key_dim = dim.next_multiple_of(Matrix::<S, F>::DEPTH);
+        let (key_bytes, value_bytes) = (bytes(key_dim), bytes(width));
         let floats = |tile: usize| TILES * tile / size_of::<f32>();
-        let keys: Option<*mut u8> = rows.then(|| buffers.keys.floats(floats(key_bytes)).cast());
+        let lengthened = rows || key_bytes != self.tile_bytes;
+        let keys: Option<*mut u8> =
+            lengthened.then(|| buffers.keys.floats(floats(key_bytes)).cast());
         let values: Option<*mut u8> =
             widened.then(|| buffers.values.floats(floats(value_bytes)).cast());
         for (i, tile) in range.clone().enumerate() {
             tiles.stream[i] = match keys {
                 None => self.direct(Side::Key, tile),
-                Some(to) => self.pack(s, Side::Key, tile, to.wrapping_add(i * key_bytes)),
+                Some(to) => self.lengthen(s, tile, to.wrapping_add(i * key_bytes), key_bytes, rows),
             };
         }
         for (i, tile) in range.enumerate() {
@@ -162,6 +172,7 @@ impl<'a, F: Format> Source<'a, F> {
         }
         tiles.prefetched();
         if self.contiguous {
+            let prefetched = &mut tiles.prefetched;
             let mut ahead = tiles.ahead[..2 * tiles.count].iter_mut();
             let next = if partition + 1 < self.item.partitions.end {
                 Some((self, partition + 1))
@@ -172,6 +183,7 @@ impl<'a, F: Format> Source<'a, F> {
                 source.in_memory_order(partition, |tile| {
                     if let Some(ahead) = ahead.next() {
                         *ahead = tile;
+                        *prefetched = false;
                     }
                 });
                 source.prefetch_scales(s, partition);
@@ -261,6 +273,22 @@ impl<'a, F: Format> Source<'a, F> {
                     .cast_const()
             }
         })
+    }
+
+    /// Copies a K tile, of rows or tiled, and adds zeros until it has `bytes`.
+    fn lengthen<S: Simd>(&self, s: S, tile: usize, to: *mut u8, bytes: usize, rows: bool) -> *const u8 {
+        let dim = self.call.layer.spec().head_dim;
+        let filled = dim.div_ceil(F::STEP) * TILE * F::LANE;
+        // SAFETY: the buffer has room for `bytes`, which are at least the tile's.
+        unsafe {
+            if rows {
+                self.pack(s, Side::Key, tile, to);
+            } else {
+                to.copy_from_nonoverlapping(self.direct(Side::Key, tile), filled);
+            }
+            to.add(filled).write_bytes(0, bytes - filled);
+        }
+        to
     }
 
     /// Copies a V tile of a tiled cache to whole vectors.

@@ -51,6 +51,12 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const REGISTERS: usize = 16;
     const BF16_PARTS: usize = 2;
+    type Vectors = Self;
+
+    #[inline(always)]
+    fn vectors(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {

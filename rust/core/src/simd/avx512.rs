@@ -1,22 +1,24 @@
-//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs.
+//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs; with `AMX`,
+//! its matrix unit.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::{Kernel, Simd};
+use super::{Depth, KeyTiles, Kernel, Simd, ValueTiles, amx};
 
-/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 where the parameter says so.
+/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 and AMX where the parameters say so.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512<const BF16: bool>(());
+pub(super) struct Avx512<const BF16: bool, const AMX: bool>(());
 
-impl<const BF16: bool> Avx512<BF16> {
+impl<const BF16: bool, const AMX: bool> Avx512<BF16, AMX> {
     #[inline]
     pub(super) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
-            && (!BF16 || is_x86_feature_detected!("avx512bf16")))
+            && (!BF16 || is_x86_feature_detected!("avx512bf16"))
+            && (!AMX || amx::is_available()))
         .then_some(Self(()))
     }
 }
@@ -39,13 +41,20 @@ fn lanes(lo: usize, hi: usize) -> __mmask16 {
 
 // SAFETY of every `unsafe` below: `self` proves that the CPU has the instructions; pointers are the caller's promise.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl<const BF16: bool> Simd for Avx512<BF16> {
+impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     type F32 = __m512;
     type I32 = __m512i;
     type Bf16 = __m512i;
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
     const BF16_PARTS: usize = if BF16 { 1 } else { 2 };
+    const MATRIX: bool = AMX;
+    type Vectors = Avx512<BF16, false>;
+
+    #[inline(always)]
+    fn vectors(self) -> Self::Vectors {
+        Avx512(())
+    }
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -276,5 +285,42 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let cd = _mm512_or_si512(_mm512_slli_epi32::<16>(c), _mm512_slli_epi32::<24>(d));
             _mm512_storeu_si512(to.cast(), _mm512_or_si512(ab, cd));
         }
+    }
+
+    #[inline(always)]
+    fn matrix_begin(self) {
+        if AMX {
+            unsafe { amx::begin() };
+        }
+    }
+    #[inline(always)]
+    fn matrix_end(self) {
+        if AMX {
+            unsafe { amx::end() };
+        }
+    }
+    #[inline(always)]
+    unsafe fn matrix_scores(
+        self,
+        query: *const u32,
+        keys: &KeyTiles,
+        depth: Depth,
+        scores: *mut f32,
+        stride: usize,
+    ) {
+        assert!(AMX);
+        unsafe { amx::scores(query, keys, depth, scores, stride) };
+    }
+    #[inline(always)]
+    unsafe fn matrix_values<const N: usize>(
+        self,
+        weights: *const u32,
+        stride: usize,
+        values: &ValueTiles<'_>,
+        out: *mut f32,
+        out_stride: usize,
+    ) {
+        assert!(AMX);
+        unsafe { amx::values::<N>(weights, stride, values, out, out_stride) };
     }
 }

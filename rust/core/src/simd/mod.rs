@@ -9,6 +9,8 @@
 //! them), nothing is contracted or reassociated, and sums across lanes follow one explicit tree.
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -29,6 +31,33 @@ use crate::{Error, Result};
 /// Lanes that the widest instruction set has; every `Simd::LANES` divides it, and so does every padded row.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// Rows of a matrix unit, and elements of a row of its sums.
+pub(crate) const MATRIX_ROWS: usize = 16;
+
+/// How many products a matrix unit adds up: `whole` times 32, and 16 more or not.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Depth {
+    pub(crate) whole: usize,
+    pub(crate) half: bool,
+}
+
+/// Two tiles of keys, each `[depth / 2][16]` pairs; and as much memory to prefetch meanwhile, or null.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct KeyTiles {
+    pub(crate) tiles: [*const u8; 2],
+    pub(crate) near: [*const u8; 2],
+    pub(crate) ahead: [*const u8; 2],
+}
+
+/// Tiles of the values of 16 tokens, from some column on: 8 rows of pairs, `row` bytes apart; and for each as much
+/// memory to prefetch meanwhile, or null.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ValueTiles<'a> {
+    pub(crate) tiles: &'a [*const u8],
+    pub(crate) ahead: &'a [*const u8],
+    pub(crate) row: usize,
+}
+
 /// One instruction set. Methods are intrinsics; those that take a pointer demand no alignment.
 ///
 /// # Safety of the pointer methods
@@ -47,6 +76,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const REGISTERS: usize;
     /// Multiplications that a pair of bf16 takes.
     const BF16_PARTS: usize;
+    /// Whether there is a matrix unit, for bf16.
+    const MATRIX: bool = false;
+    /// The same without it.
+    type Vectors: Simd;
+
+    fn vectors(self) -> Self::Vectors;
 
     /// Runs `kernel` in a function compiled for this instruction set.
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
@@ -111,6 +146,41 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// third, then the others; `at`, a multiple of `LANES`, is the first one's index.
     unsafe fn store_i16(self, words: *mut u32, at: usize, a: Self::F32);
 
+    /// Makes the matrix unit ready on this thread.
+    fn matrix_begin(self) {}
+    /// Says that this thread needs it no more.
+    fn matrix_end(self) {}
+    /// `scores[r][t] = sum over d of query[r][d] * key[d][t]` for 16 rows, `stride` bytes apart, and the tokens of two
+    /// tiles. The query is `[whole, half][16][16]` pairs.
+    ///
+    /// Only between `matrix_begin` and `matrix_end`; all is valid for what is read or written.
+    unsafe fn matrix_scores(
+        self,
+        query: *const u32,
+        keys: &KeyTiles,
+        depth: Depth,
+        scores: *mut f32,
+        stride: usize,
+    ) {
+        let _ = (query, keys, depth, scores, stride);
+        unreachable!("no matrix unit");
+    }
+    /// `out[r][c] = sum over t of weights[r][t] * value[t][c]` for 16 rows and `N` times 16 columns, at most four times.
+    /// Rows of weights are `stride` bytes apart, those of the output `out_stride`; there is a tile at least.
+    ///
+    /// Only between `matrix_begin` and `matrix_end`; all is valid for what is read or written.
+    unsafe fn matrix_values<const N: usize>(
+        self,
+        weights: *const u32,
+        stride: usize,
+        values: &ValueTiles<'_>,
+        out: *mut f32,
+        out_stride: usize,
+    ) {
+        let _ = (weights, stride, values, out, out_stride);
+        unreachable!("no matrix unit");
+    }
+
     /// Stores the low 16 bits of each lane at `low`, the high ones at `high`.
     #[inline(always)]
     unsafe fn store_halves(self, low: *mut u16, high: *mut u16, a: Self::F32) {
@@ -174,12 +244,15 @@ pub enum Isa {
     Avx512,
     /// The same with BF16 dot products.
     Avx512Bf16,
+    /// The same with AMX tiles for bf16.
+    Amx,
     /// AArch64.
     Neon,
 }
 
 /// Names of [`Isa`]s, best first.
-const ISAS: [(Isa, &str); 5] = [
+const ISAS: [(Isa, &str); 6] = [
+    (Isa::Amx, "amx"),
     (Isa::Avx512Bf16, "avx512-bf16"),
     (Isa::Avx512, "avx512"),
     (Isa::Avx2, "avx2"),
@@ -230,9 +303,11 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => avx2::Avx2::detect().map(|s| f.run(s)),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => avx512::Avx512::<false>::detect().map(|s| f.run(s)),
+            Self::Avx512 => avx512::Avx512::<false, false>::detect().map(|s| f.run(s)),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => avx512::Avx512::<true>::detect().map(|s| f.run(s)),
+            Self::Avx512Bf16 => avx512::Avx512::<true, false>::detect().map(|s| f.run(s)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => avx512::Avx512::<true, true>::detect().map(|s| f.run(s)),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => neon::Neon::detect().map(|s| f.run(s)),
             #[allow(unreachable_patterns)] // those of other architectures

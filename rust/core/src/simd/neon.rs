@@ -30,6 +30,12 @@ impl Simd for Neon {
     const LANES: usize = 4;
     const REGISTERS: usize = 32;
     const BF16_PARTS: usize = 2;
+    type Vectors = Self;
+
+    #[inline(always)]
+    fn vectors(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {

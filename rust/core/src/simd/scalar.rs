@@ -28,6 +28,12 @@ impl Simd for Scalar {
     const LANES: usize = N;
     const REGISTERS: usize = 16;
     const BF16_PARTS: usize = 2;
+    type Vectors = Self;
+
+    #[inline(always)]
+    fn vectors(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {

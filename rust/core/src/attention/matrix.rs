@@ -1,0 +1,220 @@
+//! Scores and values on a matrix unit: sixteen rows at a time, tile by tile of sixteen tokens.
+//!
+//! A product takes whole tiles, so the tokens that a row does not see get weight 0 — which helps where they are finite
+//! only. Tiles with tokens that no row of the sixteen sees are copied, and those cleared. Where a token that some rows see
+//! and others do not is not finite, each row gets tiles of its own: slow, and for bad inputs alone.
+//!
+//! A zero weight can still turn the sign of a zero sum. It ends there: `Record::fold` adds onto +0.
+
+use std::ops::Range;
+
+use crate::simd::{Depth, KeyTiles, MATRIX_ROWS, Simd, ValueTiles};
+
+use super::format::{Bf16, Format};
+use super::kernel::{Partition, SCORES};
+use super::layout::TILE;
+use super::merge::Record;
+use super::plan::PARTITION;
+use super::tiles::TILES;
+
+/// Vectors of columns whose sums the unit holds at once.
+const COLUMNS: usize = 4;
+/// Steps of a tile of V.
+const STEPS: usize = TILE / Bf16::STEP;
+/// Bytes of a step that sixteen lanes take.
+const LINE: usize = MATRIX_ROWS * Bf16::LANE;
+
+/// Words of a row's packed query: whole lines of sixteen.
+pub(super) fn query_words(head_dim: usize) -> usize {
+    head_dim.div_ceil(2 * MATRIX_ROWS) * MATRIX_ROWS
+}
+
+/// Floats of [`Partition::spare`].
+pub(super) fn spare_floats(width: usize) -> usize {
+    TILES * TILE * width / 2 + MATRIX_ROWS * Record::floats(width)
+}
+
+/// Scores of all tiles that touch `seen`, an even count of them; hidden ones come out as anything.
+///
+/// # Safety
+/// `Partition` says what its pointers hold; the tiles cover `seen`.
+#[inline(always)]
+pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize>) {
+    let tiles = p.tiles;
+    let depth = (p.steps * Bf16::STEP).next_multiple_of(MATRIX_ROWS);
+    let depth = Depth {
+        whole: depth / (2 * MATRIX_ROWS),
+        half: !depth.is_multiple_of(2 * MATRIX_ROWS),
+    };
+    let end = seen.end.div_ceil(TILE);
+    for x in (seen.start / TILE..end).step_by(2) {
+        // The last tile may come twice: there is room for that.
+        let pair = [x, (x + 1).min(end - 1)].map(|x| x - tiles.first);
+        let keys = KeyTiles {
+            tiles: pair.map(|i| tiles.key(i)),
+            near: pair.map(|i| tiles.key((i + 2).min(tiles.count - 1))),
+            ahead: if tiles.is_prefetched() {
+                [std::ptr::null(); 2]
+            } else {
+                pair.map(|i| tiles.ahead_of_key(i))
+            },
+        };
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = p.scores.add(x * TILE);
+            s.matrix_scores(p.query, &keys, depth, to, SCORES * size_of::<f32>());
+        }
+    }
+}
+
+/// Weighted sums of values, into the parts' outputs.
+///
+/// # Safety
+/// `Partition` says what its pointers hold; the tiles cover `seen`, the union of what the rows see.
+#[inline(always)]
+pub(super) unsafe fn values<S: Simd, const R: usize>(
+    s: S,
+    p: &Partition<'_>,
+    seen: &Range<usize>,
+    sees: &[Range<usize>; R],
+) {
+    let (mut from, mut until) = (0, PARTITION);
+    for (r, row) in sees.iter().enumerate().take(p.rows.len()) {
+        if !row.is_empty() {
+            from = from.max(row.start);
+            until = until.min(row.end);
+        }
+        // SAFETY: words inside the row.
+        unsafe { clear_hidden(p, r, row, seen) };
+    }
+    // SAFETY: the caller's promise; the spare memory is as large as it should be.
+    unsafe {
+        let whole = Record::at(p.parts, p.width, 0);
+        if multiply(s, p, seen, &(from..until.max(from)), whole) {
+            return;
+        }
+        let spare = Record::at(p.spare, p.width, 0);
+        for (r, row) in sees.iter().enumerate().filter(|(_, row)| !row.is_empty()) {
+            multiply(s, p, row, row, spare);
+            let (own, to) = (spare.next(r).output(), whole.next(r).output());
+            to.copy_from_nonoverlapping(own, p.width);
+        }
+    }
+}
+
+/// Weights of the tiles that a row does not see at all: zero.
+unsafe fn clear_hidden(p: &Partition<'_>, r: usize, row: &Range<usize>, seen: &Range<usize>) {
+    let tiles = |range: &Range<usize>| range.start / TILE..range.end.div_ceil(TILE);
+    let (all, own) = (tiles(seen), tiles(row));
+    let own = if row.is_empty() { all.start..all.start } else { own };
+    // SAFETY: the caller's promise.
+    let clear = |tiles: Range<usize>| unsafe {
+        let words = p.scores.cast::<u32>().add(r * SCORES + tiles.start * STEPS);
+        words.write_bytes(0, tiles.len() * STEPS);
+    };
+    clear(all.start..own.start);
+    clear(own.end..all.end);
+}
+
+/// Weighted sums over the tiles that touch `seen`, for all rows, to records from `to` on. `common` is what all rows see.
+/// False if a value that some see, and others do not, is not finite: the sums are then wrong.
+#[inline(always)]
+unsafe fn multiply<S: Simd>(
+    s: S,
+    p: &Partition<'_>,
+    seen: &Range<usize>,
+    common: &Range<usize>,
+    to: Record,
+) -> bool {
+    let row = p.tiles.value_row;
+    let first = seen.start / TILE;
+    let n = seen.end.div_ceil(TILE) - first;
+    let mut tiles = [std::ptr::null::<u8>(); TILES];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut mended = p.spare.add(MATRIX_ROWS * Record::floats(p.width)).cast::<u8>();
+        for i in 0..n {
+            let tokens = (first + i) * TILE..(first + i + 1) * TILE;
+            let tile = p.tiles.value(first + i - p.tiles.first);
+            tiles[i] = tile;
+            if common.start > tokens.start || tokens.end > common.end {
+                if !mend(s, tile, row, &tokens, seen, mended) {
+                    return false;
+                }
+                tiles[i] = mended;
+                mended = mended.add(STEPS * row);
+            }
+        }
+        let vectors = p.width / MATRIX_ROWS;
+        let chunks = vectors.div_ceil(COLUMNS);
+        let (mut c, mut asked) = (0, 0);
+        for i in 0..chunks {
+            let width = (vectors - c).div_ceil(chunks - i);
+            let mut ahead = [std::ptr::null::<u8>(); TILES];
+            if !p.tiles.is_prefetched() {
+                // In the order of memory, so much for each tile.
+                for to in &mut ahead[..n] {
+                    let (tile, offset) = (asked / (STEPS * row), asked % (STEPS * row));
+                    *to = p.tiles.ahead_of_value(tile).wrapping_add(offset);
+                    asked += STEPS * LINE * width;
+                }
+            }
+            let mut columns = [tiles[n - 1].wrapping_add(c * LINE); TILES + 1];
+            for (to, tile) in columns[..n].iter_mut().zip(&tiles) {
+                *to = tile.wrapping_add(c * LINE);
+            }
+            let values = ValueTiles {
+                tiles: &columns[..n],
+                ahead: &ahead[..n],
+                row,
+            };
+            let weights = p.scores.cast::<u32>().add(first * STEPS);
+            let out = to.output().add(c * MATRIX_ROWS);
+            let strides = [SCORES, Record::floats(p.width)].map(|n| n * size_of::<f32>());
+            match width {
+                1 => s.matrix_values::<1>(weights, strides[0], &values, out, strides[1]),
+                2 => s.matrix_values::<2>(weights, strides[0], &values, out, strides[1]),
+                3 => s.matrix_values::<3>(weights, strides[0], &values, out, strides[1]),
+                _ => s.matrix_values::<COLUMNS>(weights, strides[0], &values, out, strides[1]),
+            }
+            c += width;
+        }
+    }
+    true
+}
+
+/// Copies a tile and clears the tokens outside `seen`; says whether all that is left is finite.
+#[inline(always)]
+unsafe fn mend<S: Simd>(
+    s: S,
+    tile: *const u8,
+    row: usize,
+    tokens: &Range<usize>,
+    seen: &Range<usize>,
+    to: *mut u8,
+) -> bool {
+    let mut bad = s.splat(0.0);
+    // SAFETY: the caller's promise.
+    unsafe {
+        for step in 0..STEPS {
+            let (from, to) = (tile.add(step * row), to.add(step * row));
+            let token = tokens.start + step * Bf16::STEP;
+            match [seen.contains(&token), seen.contains(&(token + 1))] {
+                [false, false] => to.write_bytes(0, row),
+                [head, tail] => {
+                    to.copy_from_nonoverlapping(from, row);
+                    if !(head && tail) {
+                        let hidden = to.cast::<u16>().add(usize::from(head));
+                        for d in 0..row / Bf16::LANE {
+                            hidden.add(2 * d).write(0);
+                        }
+                    }
+                }
+            }
+            for at in (0..row).step_by(LINE) {
+                bad = s.dot_bf16(s.load_bf16(to.add(at), 0), s.splat_bf16(0), bad);
+            }
+        }
+    }
+    !s.sum(bad).is_nan()
+}
