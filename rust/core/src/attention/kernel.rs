@@ -23,7 +23,7 @@ use super::rows::Row;
 use super::scores::scores;
 use super::tiles::Tiles;
 use super::values::values;
-use super::weights::{adjust, weights};
+use super::weights::{adjust, maximum, weights};
 
 /// Rows of the largest micro-kernel, and those that exist.
 pub(super) const MAX_ROWS: usize = MATRIX_ROWS;
@@ -129,13 +129,22 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
             } else {
                 scores::<S, F, R, V>(s, &p, &seen);
             }
-            let mut quanta = [1.0; R];
+            // All maxima first: none then waits for another row's.
+            let (mut maxima, mut quanta) = ([f32::NEG_INFINITY; R], [1.0; R]);
             for (r, row) in p.rows.iter().take(R).enumerate() {
                 let scores = p.scores.add(r * SCORES);
-                adjust::<S, F>(s, &p, row, scores, &sees[r]);
-                let (m, l, quantum) = weights::<S, F>(s, p.tiles, scores, &sees[r]);
-                record(r).set_statistics(m, l);
-                quanta[r] = quantum;
+                if !sees[r].is_empty() {
+                    adjust::<S, F>(s, &p, row, scores, &sees[r]);
+                    maxima[r] = maximum(s, scores, &sees[r]);
+                }
+            }
+            for r in 0..p.rows.len().min(R) {
+                let mut l = 0.0;
+                if !sees[r].is_empty() {
+                    let scores = p.scores.add(r * SCORES);
+                    (l, quanta[r]) = weights::<S, F>(s, p.tiles, scores, &sees[r], maxima[r]);
+                }
+                record(r).set_statistics(maxima[r], l);
             }
             if const { Matrix::<S, F>::USED } {
                 matrix::values(s, &p, &seen, &sees);
@@ -143,9 +152,7 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 values::<S, F, R>(s, &p, &seen, &sees, &quanta);
             }
             if let Some(states) = p.states {
-                for r in 0..p.rows.len() {
-                    states.next(r).fold(s, record(r));
-                }
+                Record::fold_rows(s, states, record(0), p.rows.len());
             }
         }
     }

@@ -88,24 +88,48 @@ impl Record {
     #[inline(always)]
     pub(super) unsafe fn fold<S: Simd>(self, s: S, part: Self) {
         // SAFETY: the caller's promise, for both.
+        unsafe { Self::fold_rows(s, self, part, 1) };
+    }
+
+    /// Folds the next partition onto the states of so many rows, at most `MAX_LANES`, from these records on.
+    #[inline(always)]
+    pub(super) unsafe fn fold_rows<S: Simd>(s: S, states: Self, parts: Self, rows: usize) {
+        // Factors and sums of all rows at once: `exp` takes longer than the rest.
+        let mut m = [0.0; MAX_LANES];
+        let mut sums = [[0.0; MAX_LANES]; 2];
+        let mut factors = [[f32::NEG_INFINITY; MAX_LANES]; 2];
+        // SAFETY: the caller's promise, for all of them.
         unsafe {
-            let ((m0, l0), (m1, l1)) = (self.statistics(), part.statistics());
-            if l1 == 0.0 {
-                return;
+            for r in 0..rows {
+                let ((m0, l0), (m1, l1)) = (states.next(r).statistics(), parts.next(r).statistics());
+                m[r] = if m0 > m1 { m0 } else { m1 };
+                (sums[0][r], sums[1][r]) = (l0, l1);
+                (factors[0][r], factors[1][r]) = (m0 - m[r], m1 - m[r]);
             }
-            let m = if m0 > m1 { m0 } else { m1 };
-            let a = exp(s, s.splat(m0 - m));
-            let b = exp(s, s.splat(m1 - m));
-            let l = s.fma(s.splat(l1), b, s.mul(s.splat(l0), a));
-            self.set_statistics(m, s.first(l));
+            let new = sums[1];
+            let [l0, l1] = &mut sums;
+            let [f0, f1] = &mut factors;
+            for r in (0..rows).step_by(S::LANES) {
+                let a = exp(s, s.load(f0.as_ptr().add(r)));
+                let b = exp(s, s.load(f1.as_ptr().add(r)));
+                let old = s.mul(s.load(l0.as_ptr().add(r)), a);
+                s.store(l0.as_mut_ptr().add(r), s.fma(s.load(l1.as_ptr().add(r)), b, old));
+                s.store(f0.as_mut_ptr().add(r), a);
+                s.store(f1.as_mut_ptr().add(r), b);
+            }
             // Adding 0 leaves no -0, whose sign need not be the row's own (see `matrix`).
             let zero = s.splat(0.0);
-            for d in (0..self.width).step_by(S::LANES) {
-                let kept = s.fma(s.load(self.output.add(d)), a, zero);
-                s.store(
-                    self.output.add(d),
-                    s.fma(s.load(part.output.add(d)), b, kept),
-                );
+            for r in 0..rows {
+                if new[r] == 0.0 {
+                    continue;
+                }
+                let (state, part) = (states.next(r), parts.next(r));
+                state.set_statistics(m[r], l0[r]);
+                let (a, b) = (s.splat(f0[r]), s.splat(f1[r]));
+                for d in (0..state.width).step_by(S::LANES) {
+                    let kept = s.fma(s.load(state.output.add(d)), a, zero);
+                    s.store(state.output.add(d), s.fma(s.load(part.output.add(d)), b, kept));
+                }
             }
         }
     }

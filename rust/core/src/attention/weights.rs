@@ -68,24 +68,15 @@ pub(super) unsafe fn adjust<S: Simd, F: Format>(
     }
 }
 
-/// One row's scores to weights, in place; returns their maximum, the weights' sum, and what one unit of a quantized
-/// weight stands for. Hidden slots of vectors that it sees a part of get weight 0.
+/// The largest score that a row sees. Hidden ones of vectors that it sees a part of become minus infinity.
 ///
 /// # Safety
-/// `scores` has a partition of them, `sees` is inside the partition.
+/// `scores` has a partition of them, `sees` is inside the partition and not empty.
 #[inline(always)]
-pub(super) unsafe fn weights<S: Simd, F: Format>(
-    s: S,
-    tiles: &Tiles,
-    scores: *mut f32,
-    sees: &Range<usize>,
-) -> (f32, f32, f32) {
-    if sees.is_empty() {
-        return (f32::NEG_INFINITY, 0.0, 0.0);
-    }
+pub(super) unsafe fn maximum<S: Simd>(s: S, scores: *mut f32, sees: &Range<usize>) -> f32 {
     let hidden = s.splat(f32::NEG_INFINITY);
     let all = vectors::<S>(sees);
-    // SAFETY: inside the partition's scores. Smaller weights are written below the scores still to be read.
+    // SAFETY: the caller's promise.
     unsafe {
         for x in [all.start, all.end - 1] {
             let at = scores.add(x * S::LANES);
@@ -94,23 +85,43 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
         }
         // Maxima do not depend on their order: four chains, for speed.
         let (mut most, mut x) = ([hidden; 4], all.start);
-        while x < all.end {
+        while x + 4 <= all.end {
             for i in 0..4 {
-                if x + i < all.end {
-                    most[i] = s.max(most[i], s.load(scores.add((x + i) * S::LANES)));
-                }
+                most[i] = s.max(most[i], s.load(scores.add((x + i) * S::LANES)));
             }
             x += 4;
         }
-        let m = s.max(s.max(most[0], most[1]), s.max(most[2], most[3]));
-        let m = s.maximum(m);
+        while x < all.end {
+            most[0] = s.max(most[0], s.load(scores.add(x * S::LANES)));
+            x += 1;
+        }
+        s.maximum(s.max(s.max(most[0], most[1]), s.max(most[2], most[3])))
+    }
+}
+
+/// One row's scores to weights, in place, by their maximum; returns the weights' sum, and what one unit of a quantized
+/// weight stands for. Hidden slots of vectors that it sees a part of get weight 0.
+///
+/// # Safety
+/// As for [`maximum`], which has been there.
+#[inline(always)]
+pub(super) unsafe fn weights<S: Simd, F: Format>(
+    s: S,
+    tiles: &Tiles,
+    scores: *mut f32,
+    sees: &Range<usize>,
+    maximum: f32,
+) -> (f32, f32) {
+    let all = vectors::<S>(sees);
+    // SAFETY: the caller's promise. Smaller weights are written below the scores still to be read.
+    unsafe {
         let (mut l, mut x) = (s.splat(0.0), all.start);
         while x + 4 <= all.end {
-            l = exponentials::<S, F, 4>(s, scores, x, m, l);
+            l = exponentials::<S, F, 4>(s, scores, x, maximum, l);
             x += 4;
         }
         while x < all.end {
-            l = exponentials::<S, F, 1>(s, scores, x, m, l);
+            l = exponentials::<S, F, 1>(s, scores, x, maximum, l);
             x += 1;
         }
         let quantum = if F::QUANTIZED {
@@ -118,7 +129,7 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
         } else {
             1.0
         };
-        (m, s.sum(l), quantum)
+        (s.sum(l), quantum)
     }
 }
 

@@ -113,15 +113,8 @@ impl Simd for Avx2 {
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    fn round(self, a: __m256) -> __m256 {
-        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
-    }
-    #[inline(always)]
-    fn scale(self, a: __m256, n: __m256) -> __m256 {
-        unsafe {
-            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-            _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
-        }
+    fn exponents(self, a: __m256) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(a))) }
     }
     #[inline(always)]
     fn select_below(self, a: __m256, limit: f32, b: __m256, c: __m256) -> __m256 {

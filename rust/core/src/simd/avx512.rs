@@ -115,12 +115,8 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    fn round(self, a: __m512) -> __m512 {
-        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
-    }
-    #[inline(always)]
-    fn scale(self, a: __m512, n: __m512) -> __m512 {
-        unsafe { _mm512_scalef_ps(a, n) }
+    fn exponents(self, a: __m512) -> __m512 {
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(a))) }
     }
     #[inline(always)]
     fn select_below(self, a: __m512, limit: f32, b: __m512, c: __m512) -> __m512 {

@@ -6,6 +6,9 @@ use super::Simd;
 
 /// Below this the weight is exactly 0; at it, 2^n is still a normal number.
 const UNDERFLOW: f32 = -87.0;
+/// 1.5 * 2^23, and a float's bias. Added to a small number, it leaves no room for a fraction: the lowest bits of the sum
+/// are the nearest integer n, ready to be the exponent of 2^n.
+const ROUNDER: f32 = 12_582_912.0 + 127.0;
 /// ln 2 in two parts; the first has few enough bits for `n * LN2_HIGH` to be exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -30,9 +33,11 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F32) -> S::F32 {
 #[inline(always)]
 pub(crate) fn exps<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> [S::F32; N] {
     // Loops, not `map`: a function of the standard library need not be inlined where the instructions are.
-    let (mut n, mut f, mut p, mut e) = (x, x, [s.splat(COEFFICIENTS[0]); N], x);
+    let (mut rounded, mut n, mut f, mut e) = (x, x, x, x);
+    let mut p = [s.splat(COEFFICIENTS[0]); N];
     for i in 0..N {
-        n[i] = s.round(s.mul(x[i], s.splat(std::f32::consts::LOG2_E)));
+        rounded[i] = s.fma(x[i], s.splat(std::f32::consts::LOG2_E), s.splat(ROUNDER));
+        n[i] = s.sub(rounded[i], s.splat(ROUNDER));
     }
     for part in [LN2_HIGH, LN2_LOW] {
         for i in 0..N {
@@ -45,7 +50,7 @@ pub(crate) fn exps<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> [S::F32; N]
         }
     }
     for i in 0..N {
-        let power = s.scale(p[i], n[i]);
+        let power = s.mul(p[i], s.exponents(rounded[i]));
         e[i] = s.select_below(x[i], UNDERFLOW, s.splat(0.0), power);
     }
     e

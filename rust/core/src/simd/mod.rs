@@ -104,10 +104,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a * b + c`, fused where the hardware can.
     fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
-    /// To the nearest integer, ties to even.
-    fn round(self, a: Self::F32) -> Self::F32;
-    /// `a * 2^n` for integers `n` in `-126..=127`; unspecified for others.
-    fn scale(self, a: Self::F32, n: Self::F32) -> Self::F32;
+    /// Moves the lowest bits of floats to where their exponents are.
+    fn exponents(self, a: Self::F32) -> Self::F32;
     /// `b` in the lanes where `a < limit`, else `c`. A NaN in `a` is not below.
     fn select_below(self, a: Self::F32, limit: f32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// `a` in lanes `lo..hi`, else `b`.

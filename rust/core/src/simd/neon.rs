@@ -109,15 +109,8 @@ impl Simd for Neon {
         unsafe { vfmaq_f32(c, a, b) }
     }
     #[inline(always)]
-    fn round(self, a: float32x4_t) -> float32x4_t {
-        unsafe { vrndnq_f32(a) }
-    }
-    #[inline(always)]
-    fn scale(self, a: float32x4_t, n: float32x4_t) -> float32x4_t {
-        unsafe {
-            let biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
-            vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
-        }
+    fn exponents(self, a: float32x4_t) -> float32x4_t {
+        unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(a))) }
     }
     #[inline(always)]
     fn select_below(

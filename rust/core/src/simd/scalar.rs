@@ -91,15 +91,8 @@ impl Simd for Scalar {
         self.add(self.mul(a, b), c)
     }
     #[inline(always)]
-    fn round(self, a: V) -> V {
-        // Adding and taking away 1.5 * 2^23 rounds to nearest even below 2^22, which is all that `exp` keeps.
-        const MAGIC: f32 = 12_582_912.0;
-        a.map(|x| (x + MAGIC) - MAGIC)
-    }
-    #[inline(always)]
-    fn scale(self, a: V, n: V) -> V {
-        let power = n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23));
-        self.mul(a, power)
+    fn exponents(self, a: V) -> V {
+        a.map(|x| f32::from_bits(x.to_bits() << 23))
     }
     #[inline(always)]
     fn select_below(self, a: V, limit: f32, b: V, c: V) -> V {
@@ -191,7 +184,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn store_i16(self, words: *mut u32, at: usize, a: V) {
-        let [n0, n1, n2, n3] = self.round(a).map(|x| u32::from(x as i16 as u16));
+        let [n0, n1, n2, n3] = a.map(|x| u32::from(x.round_ties_even() as i16 as u16));
         // SAFETY: as above.
         unsafe {
             words
