@@ -106,7 +106,11 @@ pub(super) unsafe fn values<S: Simd, const R: usize>(
 unsafe fn clear_hidden(p: &Partition<'_>, r: usize, row: &Range<usize>, seen: &Range<usize>) {
     let tiles = |range: &Range<usize>| range.start / TILE..range.end.div_ceil(TILE);
     let (all, own) = (tiles(seen), tiles(row));
-    let own = if row.is_empty() { all.start..all.start } else { own };
+    let own = if row.is_empty() {
+        all.start..all.start
+    } else {
+        own
+    };
     // SAFETY: the caller's promise.
     let clear = |tiles: Range<usize>| unsafe {
         let words = p.scores.cast::<u32>().add(r * SCORES + tiles.start * STEPS);
@@ -132,7 +136,10 @@ unsafe fn multiply<S: Simd>(
     let mut tiles = [std::ptr::null::<u8>(); TILES];
     // SAFETY: the caller's promise.
     unsafe {
-        let mut mended = p.spare.add(MATRIX_ROWS * Record::floats(p.width)).cast::<u8>();
+        let mut mended = p
+            .spare
+            .add(MATRIX_ROWS * Record::floats(p.width))
+            .cast::<u8>();
         for i in 0..n {
             let tokens = (first + i) * TILE..(first + i + 1) * TILE;
             let tile = p.tiles.value(first + i - p.tiles.first);

@@ -101,7 +101,8 @@ impl Record {
         // SAFETY: the caller's promise, for all of them.
         unsafe {
             for r in 0..rows {
-                let ((m0, l0), (m1, l1)) = (states.next(r).statistics(), parts.next(r).statistics());
+                let ((m0, l0), (m1, l1)) =
+                    (states.next(r).statistics(), parts.next(r).statistics());
                 m[r] = if m0 > m1 { m0 } else { m1 };
                 (sums[0][r], sums[1][r]) = (l0, l1);
                 (factors[0][r], factors[1][r]) = (m0 - m[r], m1 - m[r]);
@@ -113,7 +114,10 @@ impl Record {
                 let a = exp(s, s.load(f0.as_ptr().add(r)));
                 let b = exp(s, s.load(f1.as_ptr().add(r)));
                 let old = s.mul(s.load(l0.as_ptr().add(r)), a);
-                s.store(l0.as_mut_ptr().add(r), s.fma(s.load(l1.as_ptr().add(r)), b, old));
+                s.store(
+                    l0.as_mut_ptr().add(r),
+                    s.fma(s.load(l1.as_ptr().add(r)), b, old),
+                );
                 s.store(f0.as_mut_ptr().add(r), a);
                 s.store(f1.as_mut_ptr().add(r), b);
             }
@@ -128,7 +132,10 @@ impl Record {
                 let (a, b) = (s.splat(f0[r]), s.splat(f1[r]));
                 for d in (0..state.width).step_by(S::LANES) {
                     let kept = s.fma(s.load(state.output.add(d)), a, zero);
-                    s.store(state.output.add(d), s.fma(s.load(part.output.add(d)), b, kept));
+                    s.store(
+                        state.output.add(d),
+                        s.fma(s.load(part.output.add(d)), b, kept),
+                    );
                 }
             }
         }

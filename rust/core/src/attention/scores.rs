@@ -19,26 +19,44 @@ pub(super) unsafe fn scores<S: Simd, F: Format, const R: usize, const V: usize>(
     p: &Partition<'_>,
     seen: &Range<usize>,
 ) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // Few rows have an item to themselves.
+        if const { R > FEW_ROWS } && p.tiles.is_prefetched() {
+            blocks::<S, F, R, V, false>(s, p, seen);
+        } else {
+            blocks::<S, F, R, V, true>(s, p, seen);
+        }
+    }
+}
+
+/// The same, while the next partition is prefetched, or not.
+#[inline(always)]
+unsafe fn blocks<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD: bool>(
+    s: S,
+    p: &Partition<'_>,
+    seen: &Range<usize>,
+) {
     let (mut x, end) = (seen.start / S::LANES, seen.end.div_ceil(S::LANES));
     // SAFETY: the caller's promise.
     unsafe {
         while x + V <= end {
-            block::<S, F, R, V>(s, p, x);
+            block::<S, F, R, V, AHEAD>(s, p, x);
             x += V;
         }
         if const { V > 2 } && x + 2 <= end {
-            block::<S, F, R, 2>(s, p, x);
+            block::<S, F, R, 2, AHEAD>(s, p, x);
             x += 2;
         }
         if x < end {
-            block::<S, F, R, 1>(s, p, x);
+            block::<S, F, R, 1, AHEAD>(s, p, x);
         }
     }
 }
 
 /// Scores of `V` vectors of tokens, from vector `x` of the partition on.
 #[inline(always)]
-unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize>(
+unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD: bool>(
     s: S,
     p: &Partition<'_>,
     x: usize,
@@ -65,8 +83,10 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize>(
 
         let mut acc = [[F::zero(s); V]; R];
         for step in 0..p.steps {
-            for to in &ahead[..prefetches] {
-                s.prefetch(to.wrapping_add(step * row));
+            if AHEAD {
+                for to in &ahead[..prefetches] {
+                    s.prefetch(to.wrapping_add(step * row));
+                }
             }
             if R > FEW_ROWS {
                 s.prefetch_near(near.wrapping_add(step * row));

@@ -276,7 +276,14 @@ impl<'a, F: Format> Source<'a, F> {
     }
 
     /// Copies a K tile, of rows or tiled, and adds zeros until it has `bytes`.
-    fn lengthen<S: Simd>(&self, s: S, tile: usize, to: *mut u8, bytes: usize, rows: bool) -> *const u8 {
+    fn lengthen<S: Simd>(
+        &self,
+        s: S,
+        tile: usize,
+        to: *mut u8,
+        bytes: usize,
+        rows: bool,
+    ) -> *const u8 {
         let dim = self.call.layer.spec().head_dim;
         let filled = dim.div_ceil(F::STEP) * TILE * F::LANE;
         // SAFETY: the buffer has room for `bytes`, which are at least the tile's.

@@ -89,7 +89,12 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
                     // SAFETY: the caller's promise.
                     unsafe {
                         $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width == width {
-                            chunk.run::<S, F, $width>(s, c);
+                            // Few rows have an item to themselves.
+                            if const { R > FEW_ROWS } && p.tiles.is_prefetched() {
+                                chunk.run::<S, F, $width, false>(s, c);
+                            } else {
+                                chunk.run::<S, F, $width, true>(s, c);
+                            }
                         } else)* {
                             unreachable!("{width} vectors do not fit the registers");
                         }
@@ -140,7 +145,7 @@ struct Chunk<'a, const R: usize> {
 
 impl<const R: usize> Chunk<'_, R> {
     #[inline(always)]
-    unsafe fn run<S: Simd, F: Format, const C: usize>(&self, s: S, c: usize) {
+    unsafe fn run<S: Simd, F: Format, const C: usize, const AHEAD: bool>(&self, s: S, c: usize) {
         let p = self.p;
         let steps = TILE / F::STEP;
         let column = c * S::LANES * F::LANE;
@@ -167,12 +172,12 @@ impl<const R: usize> Chunk<'_, R> {
                 if all.len() == steps {
                     // A constant count of steps is worth a loop of its own.
                     for t in 0..steps {
-                        self.step::<S, F, C>(s, &mut acc, &v, words, t);
+                        self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
                     }
                 } else {
                     self.masked::<S, F, C>(s, &mut acc, &v, words, first, some.start..all.start);
                     for t in all.clone() {
-                        self.step::<S, F, C>(s, &mut acc, &v, words, t);
+                        self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
                     }
                     self.masked::<S, F, C>(s, &mut acc, &v, words, first, all.end..some.end);
                 }
@@ -209,9 +214,9 @@ impl<const R: usize> Chunk<'_, R> {
         }
     }
 
-    /// One step that all rows see.
+    /// One step that all rows see, while the next partition is prefetched, or not.
     #[inline(always)]
-    unsafe fn step<S: Simd, F: Format, const C: usize>(
+    unsafe fn step<S: Simd, F: Format, const C: usize, const AHEAD: bool>(
         &self,
         s: S,
         acc: &mut [[F::Sum<S>; C]; R],
@@ -222,7 +227,9 @@ impl<const R: usize> Chunk<'_, R> {
         let parts = Parts::<S, F>::COUNT;
         let bytes = C * S::LANES * F::LANE;
         for line in (0..bytes).step_by(64) {
-            s.prefetch(v.ahead.wrapping_add(t * bytes + line));
+            if AHEAD {
+                s.prefetch(v.ahead.wrapping_add(t * bytes + line));
+            }
             let row = if R <= FEW_ROWS {
                 bytes
             } else {

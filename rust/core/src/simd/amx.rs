@@ -88,7 +88,9 @@ static SHAPES: Shapes = {
 /// AMX is available.
 pub(super) unsafe fn begin() {
     // SAFETY: the caller's promise; the configuration is a valid one.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, preserves_flags, readonly)) };
+    unsafe {
+        asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, preserves_flags, readonly))
+    };
 }
 
 /// Gives them back, so that the system need not save them.
@@ -104,10 +106,38 @@ pub(super) unsafe fn end() {
 macro_rules! ask {
     ($hint:literal, $at:literal) => {
         concat!(
-            $hint, " [", $at, "]\n", $hint, " [", $at, " + 64]\n",
-            $hint, " [", $at, " + 128]\n", $hint, " [", $at, " + 192]\n",
-            $hint, " [", $at, " + 256]\n", $hint, " [", $at, " + 320]\n",
-            $hint, " [", $at, " + 384]\n", $hint, " [", $at, " + 448]\n"
+            $hint,
+            " [",
+            $at,
+            "]\n",
+            $hint,
+            " [",
+            $at,
+            " + 64]\n",
+            $hint,
+            " [",
+            $at,
+            " + 128]\n",
+            $hint,
+            " [",
+            $at,
+            " + 192]\n",
+            $hint,
+            " [",
+            $at,
+            " + 256]\n",
+            $hint,
+            " [",
+            $at,
+            " + 320]\n",
+            $hint,
+            " [",
+            $at,
+            " + 384]\n",
+            $hint,
+            " [",
+            $at,
+            " + 448]\n"
         )
     };
 }
@@ -116,7 +146,13 @@ macro_rules! ask {
 ///
 /// # Safety
 /// As there; the tile registers have their shapes.
-pub(super) unsafe fn scores(query: *const u32, keys: &KeyTiles, depth: Depth, scores: *mut f32, stride: usize) {
+pub(super) unsafe fn scores(
+    query: *const u32,
+    keys: &KeyTiles,
+    depth: Depth,
+    scores: *mut f32,
+    stride: usize,
+) {
     macro_rules! run {
         ($ask0:expr, $ask0b:expr, $ask1:expr, $ask1b:expr) => {
             asm!(
@@ -180,9 +216,15 @@ pub(super) unsafe fn scores(query: *const u32, keys: &KeyTiles, depth: Depth, sc
         } else {
             run!(
                 concat!(ask!("prefetcht0", "{n0}"), ask!("prefetcht1", "{a0}")),
-                concat!(ask!("prefetcht0", "{n0} + 512"), ask!("prefetcht1", "{a0} + 512")),
+                concat!(
+                    ask!("prefetcht0", "{n0} + 512"),
+                    ask!("prefetcht1", "{a0} + 512")
+                ),
                 concat!(ask!("prefetcht0", "{n1}"), ask!("prefetcht1", "{a1}")),
-                concat!(ask!("prefetcht0", "{n1} + 512"), ask!("prefetcht1", "{a1} + 512"))
+                concat!(
+                    ask!("prefetcht0", "{n1} + 512"),
+                    ask!("prefetcht1", "{a1} + 512")
+                )
             );
         }
     }
@@ -191,10 +233,26 @@ pub(super) unsafe fn scores(query: *const u32, keys: &KeyTiles, depth: Depth, sc
 macro_rules! near {
     ($at:literal) => {
         concat!(
-            "prefetcht0 [{v} + ", $at, "]\nprefetcht0 [{v} + {row} + ", $at, "]\n",
-            "prefetcht0 [{v} + 2*{row} + ", $at, "]\nprefetcht0 [{v} + {row3} + ", $at, "]\n",
-            "prefetcht0 [{a} + ", $at, "]\nprefetcht0 [{a} + {row} + ", $at, "]\n",
-            "prefetcht0 [{a} + 2*{row} + ", $at, "]\nprefetcht0 [{a} + {row3} + ", $at, "]\n"
+            "prefetcht0 [{v} + ",
+            $at,
+            "]\nprefetcht0 [{v} + {row} + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{v} + 2*{row} + ",
+            $at,
+            "]\nprefetcht0 [{v} + {row3} + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{a} + ",
+            $at,
+            "]\nprefetcht0 [{a} + {row} + ",
+            $at,
+            "]\n",
+            "prefetcht0 [{a} + 2*{row} + ",
+            $at,
+            "]\nprefetcht0 [{a} + {row3} + ",
+            $at,
+            "]\n"
         )
     };
 }
@@ -203,12 +261,22 @@ macro_rules! near {
 ///
 /// # Safety
 /// As there; the tile registers have their shapes.
-pub(super) unsafe fn values<const N: usize>(weights: *const u32, stride: usize, values: &ValueTiles<'_>, out: *mut f32, out_stride: usize) {
+pub(super) unsafe fn values<const N: usize>(
+    weights: *const u32,
+    stride: usize,
+    values: &ValueTiles<'_>,
+    out: *mut f32,
+    out_stride: usize,
+) {
     macro_rules! column {
         ($n:literal, $sum:literal, $ask:expr) => {
             concat!(
-                "tileloadd tmm7, [{v} + {row} + 64*", $n, "]\n",
-                "tdpbf16ps ", $sum, ", tmm6, tmm7\n",
+                "tileloadd tmm7, [{v} + {row} + 64*",
+                $n,
+                "]\n",
+                "tdpbf16ps ",
+                $sum,
+                ", tmm6, tmm7\n",
                 $ask
             )
         };
@@ -257,12 +325,19 @@ pub(super) unsafe fn values<const N: usize>(weights: *const u32, stride: usize, 
                 2 => run!(
                     ["tilezero tmm0", "tilezero tmm1"],
                     [column!(0, "tmm0", $a0), column!(1, "tmm1", $a1)],
-                    ["tilestored [{out} + {out_stride}], tmm0", "tilestored [{out} + {out_stride} + 64], tmm1"],
+                    [
+                        "tilestored [{out} + {out_stride}], tmm0",
+                        "tilestored [{out} + {out_stride} + 64], tmm1"
+                    ],
                     $n2
                 ),
                 3 => run!(
                     ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2"],
-                    [column!(0, "tmm0", $a0), column!(1, "tmm1", $a1), column!(2, "tmm2", $a2)],
+                    [
+                        column!(0, "tmm0", $a0),
+                        column!(1, "tmm1", $a1),
+                        column!(2, "tmm2", $a2)
+                    ],
                     [
                         "tilestored [{out} + {out_stride}], tmm0",
                         "tilestored [{out} + {out_stride} + 64], tmm1",
@@ -271,7 +346,12 @@ pub(super) unsafe fn values<const N: usize>(weights: *const u32, stride: usize, 
                     $n3
                 ),
                 _ => run!(
-                    ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
+                    [
+                        "tilezero tmm0",
+                        "tilezero tmm1",
+                        "tilezero tmm2",
+                        "tilezero tmm3"
+                    ],
                     [
                         column!(0, "tmm0", $a0),
                         column!(1, "tmm1", $a1),
@@ -292,13 +372,42 @@ pub(super) unsafe fn values<const N: usize>(weights: *const u32, stride: usize, 
     // SAFETY: the caller's promise. A prefetch may name any address.
     unsafe {
         if values.ahead[0].is_null() {
-            columns!("", "", "", "", "/* {row3} */", "/* {row3} */", "/* {row3} */", "/* {row3} */");
+            columns!(
+                "",
+                "",
+                "",
+                "",
+                "/* {row3} */",
+                "/* {row3} */",
+                "/* {row3} */",
+                "/* {row3} */"
+            );
         } else {
-            columns!(ask!("prefetcht1", "{a}"), ask!("prefetcht1", "{a} + 512"), ask!("prefetcht1", "{a} + 1024"), ask!("prefetcht1", "{a} + 1536"),
+            columns!(
+                ask!("prefetcht1", "{a}"),
+                ask!("prefetcht1", "{a} + 512"),
+                ask!("prefetcht1", "{a} + 1024"),
+                ask!("prefetcht1", "{a} + 1536"),
                 concat!("mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n", near!("0")),
-                concat!("mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n", near!("0"), near!("64")),
-                concat!("mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n", near!("0"), near!("64"), near!("128")),
-                concat!("mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n", near!("0"), near!("64"), near!("128"), near!("192")));
+                concat!(
+                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
+                    near!("0"),
+                    near!("64")
+                ),
+                concat!(
+                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
+                    near!("0"),
+                    near!("64"),
+                    near!("128")
+                ),
+                concat!(
+                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
+                    near!("0"),
+                    near!("64"),
+                    near!("128"),
+                    near!("192")
+                )
+            );
         }
     }
 }

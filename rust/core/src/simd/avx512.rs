@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::{Depth, KeyTiles, Kernel, Simd, ValueTiles, amx};
+use super::{Depth, Kernel, KeyTiles, Simd, ValueTiles, amx};
 
 /// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 and AMX where the parameters say so.
 #[derive(Clone, Copy)]
