@@ -1,12 +1,12 @@
-//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs; with `AMX`,
-//! its matrix unit.
+//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs, and of 16-bit
+//! integers (VNNI), which every CPU that has the one has, too; with `AMX`, its matrix unit.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::{Depth, Kernel, KeyTiles, Simd, ValueTiles, amx};
 
-/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 and AMX where the parameters say so.
+/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 with VNNI, and AMX where the parameters say so.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512<const BF16: bool, const AMX: bool>(());
 
@@ -17,7 +17,9 @@ impl<const BF16: bool, const AMX: bool> Avx512<BF16, AMX> {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
-            && (!BF16 || is_x86_feature_detected!("avx512bf16"))
+            && (!BF16
+                || is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512vnni"))
             && (!AMX || amx::is_available()))
         .then_some(Self(()))
     }
@@ -28,7 +30,7 @@ fn shim<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
 fn shim_bf16<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
     kernel.run(s)
 }
@@ -229,7 +231,13 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     }
     #[inline(always)]
     fn dot_i16(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
-        unsafe { _mm512_add_epi32(c, _mm512_madd_epi16(a, b)) }
+        unsafe {
+            if BF16 {
+                _mm512_dpwssd_epi32(c, a, b)
+            } else {
+                _mm512_add_epi32(c, _mm512_madd_epi16(a, b))
+            }
+        }
     }
     #[inline(always)]
     unsafe fn load_i32(self, p: *const f32) -> __m512i {

@@ -240,7 +240,7 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// The same with BF16 dot products.
+    /// The same with dot products of BF16 and (VNNI) of integers.
     Avx512Bf16,
     /// The same with AMX tiles for bf16.
     Amx,
