@@ -77,9 +77,14 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD:
             }
         }
         ahead[begun..].fill(k[0]);
-        // Many rows read K from the second-level cache, and have time to ask for what comes next.
-        let after = (x + V) * S::LANES / TILE - p.tiles.first;
-        let near = p.tiles.key(after.min(p.tiles.count - 1));
+        // K comes from the second-level cache: what is read next is asked for meanwhile. Many rows take so long that the
+        // hardware does most of it by itself.
+        let nears = if R > FEW_ROWS { 1 } else { prefetches };
+        let (after, last) = ((x + V) * S::LANES / TILE - p.tiles.first, p.tiles.count - 1);
+        let mut near = [std::ptr::null(); V];
+        for (v, to) in near.iter_mut().enumerate() {
+            *to = p.tiles.key((after + v).min(last));
+        }
 
         let mut acc = [[F::zero(s); V]; R];
         for step in 0..p.steps {
@@ -88,8 +93,8 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD:
                     s.prefetch(to.wrapping_add(step * row));
                 }
             }
-            if R > FEW_ROWS {
-                s.prefetch_near(near.wrapping_add(step * row));
+            for to in &near[..nears] {
+                s.prefetch_near(to.wrapping_add(step * row));
             }
             for part in 0..parts {
                 let mut a = [F::splat(s, 0); V];
