@@ -1,6 +1,7 @@
 //! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers; with `BF16`, dot products of bf16 pairs, and of 16-bit
 //! integers (VNNI), which every CPU that has the one has, too; with `AMX`, its matrix unit.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
@@ -33,6 +34,18 @@ fn shim<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
 fn shim_bf16<K: Kernel, S: Simd>(s: S, kernel: K) -> K::Output {
     kernel.run(s)
+}
+
+/// `_mm512_dpwssd_epi32`, which the compiler would take apart again, for its latency's sake.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
+fn dot_words(a: __m512i, b: __m512i, mut c: __m512i) -> __m512i {
+    // SAFETY: the instruction is one of the function's features, and changes nothing else.
+    unsafe {
+        asm!("vpdpwssd {c}, {a}, {b}", a = in(zmm_reg) a, b = in(zmm_reg) b, c = inout(zmm_reg) c,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    c
 }
 
 /// Lanes `lo..hi` of sixteen.
@@ -233,7 +246,7 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     fn dot_i16(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
         unsafe {
             if BF16 {
-                _mm512_dpwssd_epi32(c, a, b)
+                dot_words(a, b, c)
             } else {
                 _mm512_add_epi32(c, _mm512_madd_epi16(a, b))
             }
