@@ -17,6 +17,8 @@ pub(super) struct PackTile<'a, F> {
     /// Elements of a row of the V tile.
     width: usize,
     tile: *mut u8,
+    /// As much memory to prefetch meanwhile.
+    ahead: *const u8,
     format: PhantomData<F>,
 }
 
@@ -29,6 +31,7 @@ impl<'a, F: Format> PackTile<'a, F> {
         head_dim: usize,
         width: usize,
         tile: *mut u8,
+        ahead: *const u8,
     ) -> Self {
         Self {
             side,
@@ -36,6 +39,7 @@ impl<'a, F: Format> PackTile<'a, F> {
             head_dim,
             width,
             tile,
+            ahead,
             format: PhantomData,
         }
     }
@@ -44,7 +48,8 @@ impl<'a, F: Format> PackTile<'a, F> {
     #[inline(always)]
     unsafe fn keys<S: Simd>(&self, s: S) {
         let (size, steps) = (F::DTYPE.size(), self.head_dim / F::STEP);
-        let lane = |step: usize, i: usize| self.tile.wrapping_add((step * TILE + i) * F::LANE);
+        let offset = |step: usize, i: usize| (step * TILE + i) * F::LANE;
+        let lane = |step: usize, i: usize| self.tile.wrapping_add(offset(step, i));
         // Words of 32 bits are transposed: one step, or two.
         let per_word = size_of::<f32>() / F::LANE;
         let mut step = 0;
@@ -56,6 +61,7 @@ impl<'a, F: Format> PackTile<'a, F> {
                     for j in 0..S::LANES {
                         let at = step + j * per_word;
                         let to = lane(at, first);
+                        s.prefetch(self.ahead.wrapping_add(offset(at, first)));
                         if per_word == 1 {
                             s.store(to.cast(), words[j]);
                         } else {
@@ -111,6 +117,8 @@ impl<'a, F: Format> PackTile<'a, F> {
                 while F::STEP > 1 && d + S::LANES <= self.head_dim {
                     let at = |i: usize| rows[i].add(d * size);
                     let to = to.add(d * F::LANE);
+                    let ahead = (step * self.head_dim + d) * F::LANE;
+                    s.prefetch(self.ahead.wrapping_add(ahead));
                     match F::STEP {
                         2 => s.interleave_2([0, 1].map(|i| at(i).cast()), to.cast()),
                         _ => s.interleave_4([0, 1, 2, 3].map(at), to),
@@ -119,6 +127,10 @@ impl<'a, F: Format> PackTile<'a, F> {
                 }
                 if F::STEP == 1 {
                     to.copy_from_nonoverlapping(rows[0], self.head_dim * size);
+                    for line in (0..self.head_dim * size).step_by(64) {
+                        let ahead = step * self.head_dim * size + line;
+                        s.prefetch(self.ahead.wrapping_add(ahead));
+                    }
                     continue;
                 }
                 for d in d..self.head_dim {

@@ -146,23 +146,49 @@ impl<'a, F: Format> Source<'a, F> {
         let key_dim = dim.next_multiple_of(Matrix::<S, F>::DEPTH);
         let (key_bytes, value_bytes) = (bytes(key_dim), bytes(width));
         let floats = |tile: usize| TILES * tile / size_of::<f32>();
+        // Where K has zeros more than it has dimensions.
+        let filled = bytes(dim.next_multiple_of(F::STEP));
         let lengthened = rows || key_bytes != self.tile_bytes;
         let keys: Option<*mut u8> =
             lengthened.then(|| buffers.keys.floats(floats(key_bytes)).cast());
         let values: Option<*mut u8> =
             widened.then(|| buffers.values.floats(floats(value_bytes)).cast());
+        let mut ahead = [std::ptr::null(); 2 * TILES];
+        self.ahead(s, partition, upcoming, &mut ahead[..2 * tiles.count]);
+        // Packing takes its time: it asks for as much as it makes.
+        let mut ask = |i: usize, to: *mut u8| {
+            let ahead = std::mem::replace(&mut ahead[i], std::ptr::null());
+            if ahead.is_null() { to } else { ahead }
+        };
         for (i, tile) in range.clone().enumerate() {
             tiles.stream[i] = match keys {
                 None => self.direct(Side::Key, tile),
-                Some(to) => self.lengthen(s, tile, to.wrapping_add(i * key_bytes), key_bytes, rows),
+                Some(keys) => {
+                    let to = keys.wrapping_add(i * key_bytes);
+                    if rows {
+                        self.pack(s, Side::Key, tile, to, ask(i, to));
+                    } else {
+                        self.copy_key(tile, to);
+                    }
+                    // SAFETY: the buffer has room for a partition's tiles.
+                    unsafe { to.add(filled).write_bytes(0, key_bytes - filled) };
+                    to
+                }
             };
         }
         for (i, tile) in range.enumerate() {
-            let to = |values: *mut u8| values.wrapping_add(i * value_bytes);
-            tiles.stream[tiles.count + i] = match values {
+            let i = tiles.count + i;
+            tiles.stream[i] = match values {
                 None => self.direct(Side::Value, tile),
-                Some(values) if packed => self.pack(s, Side::Value, tile, to(values)),
-                Some(values) => self.widen(tile, to(values)),
+                Some(values) => {
+                    let to = values.wrapping_add((i - tiles.count) * value_bytes);
+                    if packed {
+                        self.pack(s, Side::Value, tile, to, ask(i, to));
+                    } else {
+                        self.widen(tile, to);
+                    }
+                    to
+                }
             };
         }
         if F::QUANTIZED {
@@ -171,25 +197,38 @@ impl<'a, F: Format> Source<'a, F> {
             self.copy_scales(partition, scales);
         }
         tiles.prefetched();
-        if self.contiguous {
-            let prefetched = &mut tiles.prefetched;
-            let mut ahead = tiles.ahead[..2 * tiles.count].iter_mut();
-            let next = if partition + 1 < self.item.partitions.end {
-                Some((self, partition + 1))
-            } else {
-                upcoming.map(|next| (next, next.item.partitions.start))
-            };
-            if let Some((source, partition)) = next {
-                source.in_memory_order(partition, |tile| {
-                    if let Some(ahead) = ahead.next() {
-                        *ahead = tile;
-                        *prefetched = false;
-                    }
-                });
-                source.prefetch_scales(s, partition);
-            }
+        for (i, ahead) in ahead.into_iter().enumerate().filter(|(_, a)| !a.is_null()) {
+            tiles.ahead[i] = ahead;
+            tiles.prefetched = false;
         }
         tiles
+    }
+
+    /// The tiles that come after a partition, as many as there is room for; asks for their scales.
+    fn ahead<S: Simd>(
+        &self,
+        s: S,
+        partition: usize,
+        upcoming: Option<&Self>,
+        ahead: &mut [*const u8],
+    ) {
+        if !self.contiguous {
+            return;
+        }
+        let next = if partition + 1 < self.item.partitions.end {
+            Some((self, partition + 1))
+        } else {
+            upcoming.map(|next| (next, next.item.partitions.start))
+        };
+        if let Some((source, partition)) = next {
+            let mut ahead = ahead.iter_mut();
+            source.in_memory_order(partition, |tile| {
+                if let Some(ahead) = ahead.next() {
+                    *ahead = tile;
+                }
+            });
+            source.prefetch_scales(s, partition);
+        }
     }
 
     /// Asks for the tiles of a partition that nobody ran ahead of.
@@ -240,9 +279,9 @@ impl<'a, F: Format> Source<'a, F> {
         }
     }
 
-    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Where nobody ran ahead, asks for the rows
-    /// of the tile that comes some tiles later.
-    fn pack<S: Simd>(&self, s: S, side: Side, tile: usize, to: *mut u8) -> *const u8 {
+    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Asks for what is `ahead`; where nobody ran
+    /// ahead, also for the rows of the tile that comes some tiles later.
+    fn pack<S: Simd>(&self, s: S, side: Side, tile: usize, to: *mut u8, ahead: *const u8) {
         let spec = self.call.layer.spec();
         if !self.contiguous {
             for row in self.rows(side, tile + PACK_AHEAD) {
@@ -254,9 +293,8 @@ impl<'a, F: Format> Source<'a, F> {
         let rows = self.rows(side, tile);
         // SAFETY: the rows are whole, and the buffers have room for a partition's tiles.
         s.vectorize(unsafe {
-            PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to)
+            PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to, ahead)
         });
-        to
     }
 
     /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.
@@ -275,36 +313,18 @@ impl<'a, F: Format> Source<'a, F> {
         })
     }
 
-    /// Copies a K tile, of rows or tiled, and adds zeros until it has `bytes`.
-    fn lengthen<S: Simd>(
-        &self,
-        s: S,
-        tile: usize,
-        to: *mut u8,
-        bytes: usize,
-        rows: bool,
-    ) -> *const u8 {
-        let dim = self.call.layer.spec().head_dim;
-        let filled = dim.div_ceil(F::STEP) * TILE * F::LANE;
-        // SAFETY: the buffer has room for `bytes`, which are at least the tile's.
-        unsafe {
-            if rows {
-                self.pack(s, Side::Key, tile, to);
-            } else {
-                to.copy_from_nonoverlapping(self.direct(Side::Key, tile), filled);
-            }
-            to.add(filled).write_bytes(0, bytes - filled);
-        }
-        to
+    /// Copies a K tile of a tiled cache.
+    fn copy_key(&self, tile: usize, to: *mut u8) {
+        // SAFETY: `to` has room for a tile.
+        unsafe { to.copy_from_nonoverlapping(self.direct(Side::Key, tile), self.tile_bytes) };
     }
 
     /// Copies a V tile of a tiled cache to whole vectors.
-    fn widen(&self, tile: usize, to: *mut u8) -> *const u8 {
+    fn widen(&self, tile: usize, to: *mut u8) {
         let head_dim = self.call.layer.spec().head_dim;
         let from = self.direct(Side::Value, tile);
         // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
         unsafe { widen_value_tile::<F>(from, head_dim, padded(head_dim), to) };
-        to
     }
 
     /// Copies the scales of a partition, those of K to the first half of `to`, those of V to the second.
