@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::simd::{Depth, KeyTiles, MATRIX_ROWS, Simd, ValueTiles};
 
 use super::format::{Bf16, Format};
-use super::kernel::{Partition, SCORES};
+use super::kernel::{FEW_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::PARTITION;
@@ -53,10 +53,10 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
         let keys = KeyTiles {
             tiles: pair.map(|i| tiles.key(i)),
             near: pair.map(|i| tiles.key((i + 2).min(tiles.count - 1))),
-            ahead: if tiles.is_prefetched() {
-                [std::ptr::null(); 2]
-            } else {
+            ahead: if prefetch(p) {
                 pair.map(|i| tiles.ahead_of_key(i))
+            } else {
+                [std::ptr::null(); 2]
             },
         };
         // SAFETY: the caller's promise.
@@ -65,6 +65,11 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
             s.matrix_scores(p.query, &keys, depth, to, SCORES * size_of::<f32>());
         }
     }
+}
+
+/// Whether to prefetch: the next partition, or, for few rows, what is near.
+fn prefetch(p: &Partition<'_>) -> bool {
+    p.rows.len() <= FEW_ROWS || !p.tiles.is_prefetched()
 }
 
 /// Weighted sums of values, into the parts' outputs.
@@ -140,15 +145,14 @@ unsafe fn multiply<S: Simd>(
             .spare
             .add(MATRIX_ROWS * Record::floats(p.width))
             .cast::<u8>();
-        for i in 0..n {
+        for (i, to) in tiles[..n].iter_mut().enumerate() {
             let tokens = (first + i) * TILE..(first + i + 1) * TILE;
-            let tile = p.tiles.value(first + i - p.tiles.first);
-            tiles[i] = tile;
+            *to = p.tiles.value(first + i - p.tiles.first);
             if common.start > tokens.start || tokens.end > common.end {
-                if !mend(s, tile, row, &tokens, seen, mended) {
+                if !mend(s, *to, row, &tokens, seen, mended) {
                     return false;
                 }
-                tiles[i] = mended;
+                *to = mended;
                 mended = mended.add(STEPS * row);
             }
         }
@@ -158,7 +162,7 @@ unsafe fn multiply<S: Simd>(
         for i in 0..chunks {
             let width = (vectors - c).div_ceil(chunks - i);
             let mut ahead = [std::ptr::null::<u8>(); TILES];
-            if !p.tiles.is_prefetched() {
+            if prefetch(p) {
                 // In the order of memory, so much for each tile.
                 for to in &mut ahead[..n] {
                     let (tile, offset) = (asked / (STEPS * row), asked % (STEPS * row));

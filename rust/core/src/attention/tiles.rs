@@ -299,9 +299,15 @@ impl<'a, F: Format> Source<'a, F> {
 
     /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.
     fn rows(&self, side: Side, tile: usize) -> [*const u8; TILE] {
+        let last = self.item.sees.end - 1;
+        if self.contiguous {
+            let (first, row) = (self.direct(side, tile), self.tile_bytes / TILE);
+            let seen = last.saturating_sub(tile * TILE);
+            return std::array::from_fn(|i| first.wrapping_add(i.min(seen) * row));
+        }
         let block_size = self.call.layer.spec().block_size;
         std::array::from_fn(|i| {
-            let token = (tile * TILE + i).min(self.item.sees.end - 1);
+            let token = (tile * TILE + i).min(last);
             let block = self.blocks[token / block_size] as usize;
             // SAFETY: as in `direct`.
             unsafe {

@@ -89,7 +89,7 @@ static SHAPES: Shapes = {
 pub(super) unsafe fn begin() {
     // SAFETY: the caller's promise; the configuration is a valid one.
     unsafe {
-        asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, preserves_flags, readonly))
+        asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, preserves_flags, readonly));
     };
 }
 
