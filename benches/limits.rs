@@ -191,8 +191,46 @@ fn instruction(isa: Isa, dtype: KvDtype) -> Option<Instruction> {
     match isa {
         Isa::Avx2 => Some((avx2, 16)),
         Isa::Avx512Bf16 if dtype == KvDtype::Bf16 => Some((bf16, 64)),
+        Isa::Amx if dtype == KvDtype::Bf16 => Some((amx, 2 * 16 * 16 * 32 / AMX_CYCLES)),
         Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Some((avx512, 32)),
         _ => None,
+    }
+}
+
+/// Cycles of a product of tiles: so many rounds of other instructions take as long as one of these.
+#[cfg(target_arch = "x86_64")]
+const AMX_CYCLES: usize = 16;
+
+/// Products of AMX tiles, 16 by 32 with 32 by 16.
+#[cfg(target_arch = "x86_64")]
+fn amx(rounds: usize) {
+    const { assert!(CHAINS == 12) };
+    #[repr(align(64))]
+    struct Shapes([u8; 64]);
+    let mut shapes = Shapes([0; 64]);
+    shapes.0[0] = 1;
+    for tile in 0..8 {
+        (shapes.0[16 + 2 * tile], shapes.0[48 + tile]) = (64, 16);
+    }
+    // SAFETY: `instruction` names it where this CPU has AMX, and the system's leave to use it.
+    unsafe {
+        std::arch::asm!(
+            "ldtilecfg [{shapes}]",
+            "2:",
+            ".rept 3",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            ".endr",
+            "dec {rounds}",
+            "jnz 2b",
+            "tilerelease",
+            shapes = in(reg) &shapes,
+            rounds = inout(reg) rounds.div_ceil(AMX_CYCLES) => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            options(nostack, readonly),
+        );
     }
 }
 

@@ -545,7 +545,7 @@ def copy_blocks(cache: NDArray[Any], pairs: NDArray[np.int32]) -> None:
     """
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx512-bf16", "avx512", "avx2", "neon" or "scalar".
+    """The instruction set in use: "amx", "avx512-bf16", "avx512", "avx2", "neon" or "scalar".
 
     The environment variable ``LEAFKV_ISA`` forces one that this CPU has.
     """

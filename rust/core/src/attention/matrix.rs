@@ -149,7 +149,8 @@ unsafe fn multiply<S: Simd>(
             let tokens = (first + i) * TILE..(first + i + 1) * TILE;
             *to = p.tiles.value(first + i - p.tiles.first);
             if common.start > tokens.start || tokens.end > common.end {
-                if !mend(s, *to, row, &tokens, seen, mended) {
+                mend(*to, row, &tokens, seen, mended);
+                if common != seen && !is_finite(s, mended, row) {
                     return false;
                 }
                 *to = mended;
@@ -194,17 +195,14 @@ unsafe fn multiply<S: Simd>(
     true
 }
 
-/// Copies a tile and clears the tokens outside `seen`; says whether all that is left is finite.
-#[inline(always)]
-unsafe fn mend<S: Simd>(
-    s: S,
+/// Copies a tile and clears the tokens outside `seen`.
+unsafe fn mend(
     tile: *const u8,
     row: usize,
     tokens: &Range<usize>,
     seen: &Range<usize>,
     to: *mut u8,
-) -> bool {
-    let mut bad = s.splat(0.0);
+) {
     // SAFETY: the caller's promise.
     unsafe {
         for step in 0..STEPS {
@@ -222,10 +220,17 @@ unsafe fn mend<S: Simd>(
                     }
                 }
             }
-            for at in (0..row).step_by(LINE) {
-                bad = s.dot_bf16(s.load_bf16(to.add(at), 0), s.splat_bf16(0), bad);
-            }
         }
+    }
+}
+
+/// Whether a tile has neither NaN nor infinity.
+#[inline(always)]
+unsafe fn is_finite<S: Simd>(s: S, tile: *const u8, row: usize) -> bool {
+    let mut bad = s.splat(0.0);
+    for at in (0..STEPS * row).step_by(LINE) {
+        // SAFETY: the caller's promise.
+        unsafe { bad = s.dot_bf16(s.load_bf16(tile.add(at), 0), s.splat_bf16(0), bad) };
     }
     !s.sum(bad).is_nan()
 }
