@@ -225,10 +225,7 @@ impl Kernel for Finish<'_> {
                 for part in 0..self.parts {
                     state.fold(s, record(1 + part));
                 }
-                let lse = state.finish(s, row.sink, row.out, self.head_dim);
-                if !row.lse.is_null() {
-                    *row.lse = lse;
-                }
+                state.finish(s, row.sink, row.out, row.lse, self.head_dim);
             }
         }
     }

@@ -32,6 +32,10 @@ const KERNEL_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, MAX_ROWS];
 /// Up to so many rows, reading KV takes longer than multiplying it.
 pub(super) const FEW_ROWS: usize = 4;
 
+/// From so many rows on, an item mostly has several row tiles, and all but the first find the next partition prefetched:
+/// a loop of their own without that is worth its code.
+pub(super) const MANY_ROWS: usize = 12;
+
 /// Words from one row's scores to the next's: a tile more than there are, so that rows fall into different cache sets.
 pub(super) const SCORES: usize = PARTITION + TILE;
 

@@ -142,15 +142,17 @@ impl Record {
     }
 
     /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible. `sink` is the
-    /// score of one more key, whose value is zero; minus infinity for none. Returns the logarithm of the sum.
+    /// score of one more key, whose value is zero; minus infinity for none. `lse`, if not null, takes the logarithm of the
+    /// sum.
     #[inline(always)]
     pub(super) unsafe fn finish<S: Simd>(
         self,
         s: S,
         sink: f32,
         out: *mut f32,
+        lse: *mut f32,
         head_dim: usize,
-    ) -> f32 {
+    ) {
         // SAFETY: the caller's promise; `out` has `head_dim` floats, and the record at least as many.
         unsafe {
             let (mut m, mut l) = self.statistics();
@@ -163,16 +165,20 @@ impl Record {
                 (m, l) = (all, s.first(s.fma(s.splat(l), s.splat(kept), s.splat(own))));
                 inverse = kept / l;
             }
-            for d in (0..head_dim).step_by(S::LANES) {
-                let at = self.output.add(d);
-                s.store(at, s.mul(s.load(at), s.splat(inverse)));
+            let whole = head_dim / S::LANES * S::LANES;
+            for d in (0..whole).step_by(S::LANES) {
+                let row = s.mul(s.load(self.output.add(d)), s.splat(inverse));
+                s.store(out.add(d), row);
             }
-            out.cast::<u8>()
-                .copy_from_nonoverlapping(self.output.cast(), head_dim * size_of::<f32>());
-            if l == 0.0 {
-                f32::NEG_INFINITY
-            } else {
-                (f64::from(m) + f64::from(l).ln()) as f32
+            for d in whole..head_dim {
+                out.add(d).write_unaligned(*self.output.add(d) * inverse);
+            }
+            if !lse.is_null() {
+                *lse = if l == 0.0 {
+                    f32::NEG_INFINITY
+                } else {
+                    (f64::from(m) + f64::from(l).ln()) as f32
+                };
             }
         }
     }

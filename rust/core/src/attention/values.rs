@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::format::{Format, Parts};
-use super::kernel::{FEW_ROWS, Partition, SCORES};
+use super::kernel::{FEW_ROWS, MANY_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::PARTITION;
@@ -24,11 +24,15 @@ const RUN_BYTES: usize = 8 * 1024;
 struct Widest<S, F, const R: usize>(PhantomData<(S, F)>);
 
 impl<S: Simd, F: Format, const R: usize> Widest<S, F, R> {
-    /// Sums, operands and a weight fit the registers; with parts, what they are made of and a mask as well.
+    /// Sums, operands and a weight fit the registers; with parts, what they are made of and a mask as well. Eight, or four
+    /// and less: each width is code of its own.
     const WIDTH: usize = {
         let parts = Parts::<S, F>::COUNT;
-        let most = (S::REGISTERS - parts) / (R + parts);
-        if most < 8 { most } else { 8 }
+        match (S::REGISTERS - parts) / (R + parts) {
+            8.. => 8,
+            4.. => 4,
+            most => most,
+        }
     };
 }
 
@@ -70,7 +74,12 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
         TILES
     };
     let vectors = p.width / S::LANES;
-    let chunks = vectors.div_ceil(Widest::<S, F, R>::WIDTH);
+    let most = Widest::<S, F, R>::WIDTH;
+    let chunks = if vectors.is_multiple_of(8) {
+        vectors.div_ceil(most)
+    } else {
+        vectors.div_ceil(most.min(4))
+    };
     for start in (0..p.tiles.count).step_by(run) {
         let mut c = 0;
         for i in 0..chunks {
@@ -89,8 +98,7 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
                     // SAFETY: the caller's promise.
                     unsafe {
                         $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width == width {
-                            // Few rows have an item to themselves.
-                            if const { R > FEW_ROWS } && p.tiles.is_prefetched() {
+                                            if const { R >= MANY_ROWS } && p.tiles.is_prefetched() {
                                 chunk.run::<S, F, $width, false>(s, c);
                             } else {
                                 chunk.run::<S, F, $width, true>(s, c);
@@ -101,7 +109,7 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
                     }
                 };
             }
-            pick!(8, 7, 6, 5, 4, 3, 2, 1);
+            pick!(8, 4, 3, 2, 1);
             c += width;
         }
     }
