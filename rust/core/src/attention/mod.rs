@@ -3,11 +3,11 @@
 //! [`Plan`] says who computes what in one step, [`attend`] computes one layer by it; [`write_kv`] and [`copy_blocks`]
 //! fill the cache. [`naive`] is the oracle that the rest is tested against.
 //!
-//! **The invariant.** Under one instruction set, KV dtype and floating-point mode, the bits of a row's result depend on
-//! its query, the options and its visible keys and values alone: never on the batch, the chunking, the blocks' placement
-//! or size, the layout, the instruction's tile, how work is split, or the number of threads. Absolute positions are
-//! cut into partitions of 256; each row's arithmetic inside one is its own (`kernel`), and its partitions are folded
-//! left to right (`merge`).
+//! **The invariant.** Under one instruction set and KV dtype, the bits of a row's result depend on its query, the options
+//! and its visible keys and values alone: never on the batch, the chunking, the blocks' placement or size, the layout, the
+//! instruction's tile, how work is split, the number of threads, or the floating-point modes that they are in.
+//! Absolute positions are cut into partitions of 256; each row's arithmetic inside one is its own (`kernel`), and its
+//! partitions are folded left to right (`merge`).
 
 mod call;
 mod format;
@@ -36,7 +36,7 @@ pub use layout::{
 pub use plan::{Plan, PlanShape};
 pub use store::{Blocks, copy_blocks, write_kv};
 
-use crate::simd::{Dispatch, Isa, Simd};
+use crate::simd::{DefaultMode, Dispatch, Isa, Simd};
 use crate::{Error, Result, threads};
 use call::Call;
 use format::Format;
@@ -163,7 +163,8 @@ impl Plan {
     }
 }
 
-/// Attention of every query row over its sequence's keys and values, by a plan, under one instruction set.
+/// Attention of every query row over its sequence's keys and values, by a plan, under one instruction set and the default
+/// floating-point mode, whatever the caller's is.
 ///
 /// A row that sees no key (without `causal`, in a sequence without KV) is zero.
 ///
@@ -243,6 +244,7 @@ pub fn attend(
     };
     let next = AtomicUsize::new(0);
     let work = || {
+        let _mode = DefaultMode::enter();
         isa.dispatch(Work {
             call: &call,
             next: &next,

@@ -4,11 +4,12 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::layout::{KvDtype, KvLayer, Side, Vectors};
+use crate::simd::DefaultMode;
 use crate::{Error, Result};
 
 /// Stores keys and values of new tokens, rounded to the cache's dtype (to nearest even), at `slots`: token `i` goes to
 /// offset `slots[i] % block_size` of block `slots[i] / block_size`; slot -1 is padding and skipped. Where a slot is
-/// named twice, the last one wins.
+/// named twice, the last one wins. The caller's floating-point mode does not matter.
 ///
 /// int8 quantizes each token and head by itself: the scale is its largest magnitude / 127, an element the nearest
 /// integer to its value / scale. Where a row holds infinity or NaN, its scale is NaN: who sees the token sees NaN.
@@ -42,6 +43,7 @@ pub fn write_kv(
             format!("entry {i} is {slot}, expected -1 or 0 to {}", size - 1),
         ));
     }
+    let _mode = DefaultMode::enter();
     for (side, rows) in [(Side::Key, key), (Side::Value, value)] {
         // SAFETY: shapes and slots were checked; the layer is writable by the promise of `KvLayer::new`.
         unsafe {

@@ -6,7 +6,8 @@
 //! straight vector code. Each file below holds the intrinsics of one instruction set and nothing else.
 //!
 //! Bits are a function of the instruction set: every method is one rounding as documented (or a fixed sequence of
-//! them), nothing is contracted or reassociated, and sums across lanes follow one explicit tree.
+//! them), nothing is contracted or reassociated, and sums across lanes follow one explicit tree. Who dispatches sets the
+//! default floating-point mode first ([`DefaultMode`]).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -15,6 +16,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod exp;
+mod mode;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
@@ -25,6 +27,7 @@ use std::fmt;
 use std::sync::OnceLock;
 
 pub(crate) use exp::{exp, exps, tanh};
+pub(crate) use mode::DefaultMode;
 
 use crate::{Error, Result};
 
