@@ -512,7 +512,8 @@ def paged_attention(
         num_threads: threads to use, or None for all available.
 
     Returns:
-        float32 [T, num_heads, head_dim], or a pair of it and the logarithms. A row that sees no key is zero.
+        float32 [T, num_heads, head_dim], or a pair of it and the logarithms. A row that sees no key is zero; one whose
+        scores are all minus infinity (infinite keys), without a sink, is NaN.
 
     Raises:
         InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.

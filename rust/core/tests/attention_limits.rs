@@ -187,6 +187,160 @@ fn extreme_scores() {
     }
 }
 
+/// Positions of keys that have no weight: the first partition, others, the last one (which is not full), several, parts of
+/// them, all but one key, none but one, one. Five partitions in all.
+const WEIGHTLESS: [std::ops::Range<usize>; 11] = [
+    0..256,
+    256..512,
+    1024..1054,
+    0..512,
+    512..1054,
+    256..1024,
+    3..1040,
+    0..1053,
+    1..1054,
+    0..1,
+    700..701,
+];
+
+/// Keys of infinity, whose scores are minus infinity: whole partitions of them have no weight, wherever they are. Where a row
+/// sees nothing else, it is NaN, as softmax is; and so it is with a score of infinity or NaN.
+#[test]
+fn keys_of_infinity() {
+    let heads = Heads {
+        query: 4,
+        kv: 2,
+        dim: 32,
+    };
+    // They share two partitions of blocks, so that the others are folded onto those by other items.
+    let sequences = [(27, 2, 32..), (28, 1, 66..)].map(|(id, rows, own)| Sequence {
+        text: Text {
+            id,
+            prefix: 0,
+            shared: 512,
+        },
+        kv_len: 1054,
+        rows,
+        blocks: (0..32).chain(own).take(66).collect(),
+    });
+    // A column in which all queries of a KV head's group have one sign.
+    let queries = queries(&sequences, heads);
+    let columns = [0, 1].map(|h| {
+        let column = |d| {
+            let rows = queries.chunks(4 * 32);
+            let signs = rows.flat_map(|r| [r[64 * h + d] > 0.0, r[64 * h + 32 + d] > 0.0]);
+            signs.collect::<Vec<_>>()
+        };
+        let alike = |d: &usize| column(*d).windows(2).all(|w| w[0] == w[1]);
+        let d = (0..32).find(alike).expect("a column of one sign");
+        (d, if column(d)[0] { 1.0 } else { -1.0 })
+    });
+
+    // Flat ones: far away keys stay in reach of a float's precision.
+    let slopes = [0.01, 0.0, 0.002, -0.001];
+    let sinks = sinks(heads);
+    let sink = Options {
+        sinks: Some(&sinks),
+        ..CAUSAL
+    };
+    let options = [
+        CAUSAL,
+        sink,
+        Options {
+            alibi_slopes: Some(&slopes),
+            sliding_window: Some(290),
+            ..CAUSAL
+        },
+        Options {
+            softcap: Some(2.0),
+            ..CAUSAL
+        },
+    ];
+    // What the elements are, and one more bad element: its side, position and value.
+    let inf = f32::INFINITY;
+    let mut cases: Vec<_> = WEIGHTLESS.map(|span| (span, -inf, None)).into();
+    cases.push((0..1054, -inf, None));
+    cases.push((256..512, inf, None));
+    cases.push((700..701, inf, None));
+    for span in [0..256, 768..1054] {
+        let at = span.start + 17;
+        cases.extend(
+            [(1, f32::NAN), (1, inf), (2, f32::NAN), (2, inf)]
+                .map(|(side, x)| (span.clone(), -inf, Some((side, at, x)))),
+        );
+    }
+    for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+        for (span, element, bad) in &cases {
+            let mut cache = Cache::new(dtype, Order::Tiled, 100, 16, heads);
+            for sequence in &sequences {
+                cache.fill_with(sequence, |side, source, t, h, d| {
+                    let (column, sign) = columns[h];
+                    match bad {
+                        Some((bad, at, x)) if (side, t, d) == (*bad, *at, column) => x * sign,
+                        _ if side == 1 && d == column && span.contains(&t) => element * sign,
+                        _ => number([side, source, t, h, d]),
+                    }
+                });
+            }
+            for options in &options {
+                let want = oracle(&sequences, &cache, heads, options);
+                for (isa, threads) in Isa::available().flat_map(|isa| [(isa, 1), (isa, 3)]) {
+                    let got = run(isa, &sequences, &cache, heads, threads, options);
+                    let what = format!(
+                        "{isa} {dtype:?}, {threads} threads, {element} in {span:?}, {bad:?}, {options:?}"
+                    );
+                    assert_close(&got, &want, tolerance(dtype), &what);
+                }
+            }
+        }
+        // In so many words, of rows that see nothing but minus infinity.
+        let mut cache = Cache::new(dtype, Order::Tiled, 100, 16, heads);
+        for sequence in &sequences {
+            cache.fill_with(sequence, |side, _, _, h, d| match columns[h] {
+                (column, sign) if side == 1 && d == column => -inf * sign,
+                _ => 1.0,
+            });
+        }
+        for isa in Isa::available() {
+            let plain = run(isa, &sequences, &cache, heads, 1, &CAUSAL);
+            assert!(plain.out.iter().all(|x| x.is_nan()), "{isa} {dtype:?}");
+            assert!(plain.lse.iter().all(|x| *x == -inf), "{isa} {dtype:?}");
+        }
+    }
+}
+
+/// Keys whose scores are too far below for a float to say.
+#[test]
+fn keys_of_huge_numbers() {
+    let heads = Heads {
+        query: 2,
+        kv: 2,
+        dim: 32,
+    };
+    let sequences = [one(1054, 1, 0.., 16)];
+    let query = queries(&sequences, heads);
+    for (dtype, span) in DTYPES
+        .into_iter()
+        .flat_map(|d| WEIGHTLESS.map(move |span| (d, span)))
+    {
+        let huge = if dtype == KvDtype::F16 { 6e4 } else { 3e38 };
+        let mut cache = Cache::new(dtype, Order::Tiled, 66, 16, heads);
+        cache.fill_with(&sequences[0], |side, source, t, h, d| {
+            if side == 1 && span.contains(&t) {
+                -huge * query[h * 32 + d].signum()
+            } else {
+                number([side, source, t, h, d])
+            }
+        });
+        let want = oracle(&sequences, &cache, heads, &CAUSAL);
+        for (isa, threads) in Isa::available().flat_map(|isa| [(isa, 1), (isa, 3)]) {
+            let got = run(isa, &sequences, &cache, heads, threads, &CAUSAL);
+            let what = format!("{isa} {dtype:?}, {threads} threads, {span:?}");
+            assert_close(&got, &want, tolerance(dtype), &what);
+        }
+    }
+}
+
 /// The largest integers that sums of quantized products can be: many equal factors, all at the limit.
 #[test]
 fn integer_sums_do_not_overflow() {

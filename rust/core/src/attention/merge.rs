@@ -7,7 +7,8 @@
 use crate::simd::{MAX_LANES, Simd, exp};
 
 /// One row's `(m, l, o)` in scratch memory: `width` floats of output (not yet divided by the sum), then the maximum of
-/// the scores and the sum of their exponentials. `l == 0` says that no key was visible.
+/// the scores and the sum of their exponentials. A maximum of minus infinity says that no key was visible; where all visible
+/// scores are minus infinity, it is the lowest number, and the sum 0.
 #[derive(Clone, Copy)]
 pub(super) struct Record {
     output: *mut f32,
@@ -107,7 +108,6 @@ impl Record {
                 (sums[0][r], sums[1][r]) = (l0, l1);
                 (factors[0][r], factors[1][r]) = (m0 - m[r], m1 - m[r]);
             }
-            let new = sums[1];
             let [l0, l1] = &mut sums;
             let [f0, f1] = &mut factors;
             for r in (0..rows).step_by(S::LANES) {
@@ -124,10 +124,10 @@ impl Record {
             // Adding 0 leaves no -0, whose sign need not be the row's own (see `matrix`).
             let zero = s.splat(0.0);
             for r in 0..rows {
-                if new[r] == 0.0 {
+                let (state, part) = (states.next(r), parts.next(r));
+                if part.statistics().0 == f32::NEG_INFINITY {
                     continue;
                 }
-                let (state, part) = (states.next(r), parts.next(r));
                 state.set_statistics(m[r], l0[r]);
                 let (a, b) = (s.splat(f0[r]), s.splat(f1[r]));
                 for d in (0..state.width).step_by(S::LANES) {
@@ -156,7 +156,7 @@ impl Record {
         // SAFETY: the caller's promise; `out` has `head_dim` floats, and the record at least as many.
         unsafe {
             let (mut m, mut l) = self.statistics();
-            let mut inverse = if l == 0.0 { 0.0 } else { 1.0 / l };
+            let mut inverse = if m == f32::NEG_INFINITY { 0.0 } else { 1.0 / l };
             if sink > f32::NEG_INFINITY {
                 let all = if m > sink { m } else { sink };
                 // Without keys, m is minus infinity, and its factor 0.

@@ -166,7 +166,8 @@ impl Plan {
 /// Attention of every query row over its sequence's keys and values, by a plan, under one instruction set and the default
 /// floating-point mode, whatever the caller's is.
 ///
-/// A row that sees no key (without `causal`, in a sequence without KV) is zero.
+/// A row that sees no key (without `causal`, in a sequence without KV) is zero. A score of minus infinity, which an infinite
+/// key may have, is a weight of 0; a row that sees no other score, nor has a sink, is NaN, as softmax is.
 ///
 /// `lse`, `[tokens, heads]`, takes the logarithm of the sum that each row was divided by (sinks included): minus infinity
 /// where there was none.

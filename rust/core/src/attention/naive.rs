@@ -64,11 +64,14 @@ pub fn attend(
                 };
                 let scores: Vec<_> = visible.iter().map(score).collect();
                 let sink = options.sinks.map(|s| f64::from(s[head]));
-                let all = || scores.iter().copied().chain(sink);
-                let max = all().fold(f64::NEG_INFINITY, f64::max);
-                if max == f64::NEG_INFINITY {
+                let sink = sink.filter(|&s| s > f64::NEG_INFINITY);
+                if visible.is_empty() && sink.is_none() {
                     continue;
                 }
+                let all = || scores.iter().copied().chain(sink);
+                let max = all().fold(f64::NEG_INFINITY, f64::max);
+                // Minus infinity is a weight of 0. Where there is nothing else, nothing has to be taken off: 0 / 0 is NaN.
+                let max = if max == f64::NEG_INFINITY { 0.0 } else { max };
                 let sum: f64 = all().map(|x| (x - max).exp()).sum();
                 let index = (sequence.start + row) * heads + head;
                 lse[index] = max + sum.ln();

@@ -83,8 +83,9 @@ pub(super) unsafe fn maximum<S: Simd>(s: S, scores: *mut f32, sees: &Range<usize
             let (from, until) = seen_lanes::<S>(sees, x);
             s.store(at, s.select_lanes(from, until, s.load(at), hidden));
         }
-        // Maxima do not depend on their order: four chains, for speed.
-        let (mut most, mut x) = ([hidden; 4], all.start);
+        // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are minus
+        // infinity, so are their distances to it, and their weights 0.
+        let (mut most, mut x) = ([s.splat(f32::MIN); 4], all.start);
         while x + 4 <= all.end {
             for i in 0..4 {
                 most[i] = s.max(most[i], s.load(scores.add((x + i) * S::LANES)));
