@@ -112,7 +112,7 @@ pub(super) fn cut_rows<S: Simd, F: Format>(
 }
 
 /// Packs the queries of a row tile, scaled, as `[steps][parts][kernel_rows]` words, or as a matrix unit wants them:
-/// `[steps / 16][16][16]`. Rows that do not exist are zero.
+/// `[steps / 16][16][16]`. Rows that do not exist are zero, or on a matrix unit anything.
 pub(super) struct PackQuery<'a, F> {
     pub(super) scale: f32,
     pub(super) head_dim: usize,
@@ -146,6 +146,9 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
                         let x = s.mul(s.load(self.row.add(d)), s.splat(units));
                         F::store_weights(s, self.words, d, x);
                     }
+                } else if Matrix::<S, F>::USED {
+                    // Its rows do not meet.
+                    return;
                 } else {
                     self.words.write_bytes(0, words);
                 }
