@@ -11,7 +11,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::simd::{Kernel, MATRIX_ROWS, Simd};
+use crate::simd::{Kernel, MATRIX_ROWS, MAX_LANES, Simd};
 
 use super::Options;
 use super::format::{Format, Matrix, Parts};
@@ -26,7 +26,7 @@ use super::values::values;
 use super::weights::{adjust, maximum, weights};
 
 /// Rows of the largest micro-kernel, and those that exist.
-pub(super) const MAX_ROWS: usize = MATRIX_ROWS;
+pub(super) const MAX_ROWS: usize = matrix::ROWS;
 const KERNEL_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, MAX_ROWS];
 
 /// Up to so many rows, reading KV takes longer than multiplying it.
@@ -43,14 +43,14 @@ pub(super) const SCORES: usize = PARTITION + TILE;
 pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
     // Two vectors in flight keep the multipliers busy; more rows need fewer loads. Parts take registers of their own.
     let most = match (S::REGISTERS, Parts::<S, F>::COUNT) {
-        _ if Matrix::<S, F>::USED => MATRIX_ROWS,
+        _ if Matrix::<S, F>::USED => matrix::ROWS,
         (32.., _) => 12,
         (_, 1) => 6,
         _ => 4,
     };
     let n = left.div_ceil(left.div_ceil(most));
     if Matrix::<S, F>::USED {
-        return (n, MATRIX_ROWS);
+        return (n, n.next_multiple_of(MATRIX_ROWS));
     }
     let fits = KERNEL_ROWS.into_iter().find(|&r| r >= n);
     (n, fits.unwrap_or(MAX_ROWS))
@@ -63,7 +63,7 @@ pub(super) struct Partition<'a> {
     pub(super) index: usize,
     /// The rows: as many as the kernel has, or fewer.
     pub(super) rows: &'a [Row],
-    /// `[steps][parts][R]` words; of a matrix unit, `[steps / 16][16][16]`, rounded up.
+    /// `[steps][parts][R]` words; of a matrix unit, for each 16 rows `[steps / 16][16][16]`, rounded up.
     pub(super) query: *const u32,
     pub(super) steps: usize,
     /// All that the rows see of the partition.
@@ -72,7 +72,7 @@ pub(super) struct Partition<'a> {
     pub(super) scores: *mut f32,
     /// `[R]` records for this partition's results.
     pub(super) parts: *mut f32,
-    /// Room for a partition of V, and for `[R]` records, of a matrix unit.
+    /// Of a matrix unit: [`matrix::spare_floats`].
     pub(super) spare: *mut f32,
     /// The first of the rows' states to fold them onto, if that is to be done here.
     pub(super) states: Option<Record>,
@@ -94,7 +94,7 @@ impl Partition<'_> {
             };
         }
         if const { Matrix::<S, F>::USED } {
-            s.vectorize(Tile::<F, MATRIX_ROWS, 2>(self, PhantomData));
+            s.vectorize(Tile::<F, { matrix::ROWS }, 2>(self, PhantomData));
         } else if const { S::REGISTERS >= 32 } {
             pick!(1 x 4, 2 x 4, 3 x 3, 4 x 2, 6 x 2, 8 x 2, 12 x 2);
         } else if const { Parts::<S, F>::COUNT == 1 } {
@@ -156,7 +156,10 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 values::<S, F, R>(s, &p, &seen, &sees, &quanta);
             }
             if let Some(states) = p.states {
-                Record::fold_rows(s, states, record(0), p.rows.len());
+                for first in (0..p.rows.len()).step_by(MAX_LANES) {
+                    let rows = (p.rows.len() - first).min(MAX_LANES);
+                    Record::fold_rows(s, states.next(first), record(first), rows);
+                }
             }
         }
     }

@@ -1,7 +1,8 @@
-//! Scores and values on a matrix unit: sixteen rows at a time, tile by tile of sixteen tokens.
+//! Scores and values on a matrix unit: sixteen rows at a time, tile by tile of sixteen tokens. A row tile has up to twice
+//! as many rows, for which K and V come from the second-level cache once.
 //!
 //! A product takes whole tiles, so the tokens that a row does not see get weight 0 — which helps where they are finite
-//! only. Tiles with tokens that no row of the sixteen sees are copied, and those cleared. Where a token that some rows see
+//! only. Tiles with tokens that no row of the row tile sees are copied, and those cleared. Where a token that some rows see
 //! and others do not is not finite, each row gets tiles of its own: slow, and for bad inputs alone.
 //!
 //! A zero weight can still turn the sign of a zero sum. It ends there: `Record::fold` adds onto +0.
@@ -17,6 +18,8 @@ use super::merge::Record;
 use super::plan::PARTITION;
 use super::tiles::TILES;
 
+/// Rows of the largest row tile.
+pub(super) const ROWS: usize = 2 * MATRIX_ROWS;
 /// Vectors of columns whose sums the unit holds at once.
 const COLUMNS: usize = 4;
 /// Steps of a tile of V.
@@ -29,9 +32,9 @@ pub(super) fn query_words(head_dim: usize) -> usize {
     head_dim.div_ceil(2 * MATRIX_ROWS) * MATRIX_ROWS
 }
 
-/// Floats of [`Partition::spare`].
+/// Floats of [`Partition::spare`]: a record for each row, and room for a partition of V.
 pub(super) fn spare_floats(width: usize) -> usize {
-    TILES * TILE * width / 2 + MATRIX_ROWS * Record::floats(width)
+    TILES * TILE * width / 2 + ROWS * Record::floats(width)
 }
 
 /// Scores of all tiles that touch `seen`, an even count of them; hidden ones come out as anything.
@@ -50,7 +53,7 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
     for x in (seen.start / TILE..end).step_by(2) {
         // The last tile may come twice: there is room for that.
         let pair = [x, (x + 1).min(end - 1)].map(|x| x - tiles.first);
-        let keys = KeyTiles {
+        let mut keys = KeyTiles {
             tiles: pair.map(|i| tiles.key(i)),
             near: pair.map(|i| tiles.key((i + 2).min(tiles.count - 1))),
             ahead: if prefetch(p) {
@@ -59,13 +62,22 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
                 [std::ptr::null(); 2]
             },
         };
-        // SAFETY: the caller's promise.
-        unsafe {
-            let to = p.scores.add(x * TILE);
-            s.matrix_scores(p.query, &keys, depth, to, SCORES * size_of::<f32>());
+        let words = query_words(p.steps * Bf16::STEP);
+        for group in (0..p.rows.len()).step_by(MATRIX_ROWS) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let query = p.query.add(group * words);
+                let to = p.scores.add(group * SCORES + x * TILE);
+                s.matrix_scores(query, &keys, depth, to, SCORES * size_of::<f32>());
+            }
+            // The others find all that near.
+            keys.ahead = [std::ptr::null(); 2];
         }
     }
 }
+
+/// Tiles that need not be asked for.
+const NOTHING: &[*const u8; TILES] = &[std::ptr::null(); TILES];
 
 /// Whether to prefetch: the next partition, or, for few rows, what is near.
 fn prefetch(p: &Partition<'_>) -> bool {
@@ -141,10 +153,7 @@ unsafe fn multiply<S: Simd>(
     let mut tiles = [std::ptr::null::<u8>(); TILES];
     // SAFETY: the caller's promise.
     unsafe {
-        let mut mended = p
-            .spare
-            .add(MATRIX_ROWS * Record::floats(p.width))
-            .cast::<u8>();
+        let mut mended = p.spare.add(ROWS * Record::floats(p.width)).cast::<u8>();
         for (i, to) in tiles[..n].iter_mut().enumerate() {
             let tokens = (first + i) * TILE..(first + i + 1) * TILE;
             *to = p.tiles.value(first + i - p.tiles.first);
@@ -175,19 +184,23 @@ unsafe fn multiply<S: Simd>(
             for (to, tile) in columns[..n].iter_mut().zip(&tiles) {
                 *to = tile.wrapping_add(c * LINE);
             }
-            let values = ValueTiles {
-                tiles: &columns[..n],
+            let mut values = ValueTiles {
+                tiles: &columns[..=n],
                 ahead: &ahead[..n],
                 row,
             };
-            let weights = p.scores.cast::<u32>().add(first * STEPS);
-            let out = to.output().add(c * MATRIX_ROWS);
-            let strides = [SCORES, Record::floats(p.width)].map(|n| n * size_of::<f32>());
-            match width {
-                1 => s.matrix_values::<1>(weights, strides[0], &values, out, strides[1]),
-                2 => s.matrix_values::<2>(weights, strides[0], &values, out, strides[1]),
-                3 => s.matrix_values::<3>(weights, strides[0], &values, out, strides[1]),
-                _ => s.matrix_values::<COLUMNS>(weights, strides[0], &values, out, strides[1]),
+            for group in (0..p.rows.len()).step_by(MATRIX_ROWS) {
+                let weights = p.scores.cast::<u32>().add(group * SCORES + first * STEPS);
+                let out = to.next(group).output().add(c * MATRIX_ROWS);
+                let strides = [SCORES, Record::floats(p.width)].map(|n| n * size_of::<f32>());
+                match width {
+                    1 => s.matrix_values::<1>(weights, strides[0], &values, out, strides[1]),
+                    2 => s.matrix_values::<2>(weights, strides[0], &values, out, strides[1]),
+                    3 => s.matrix_values::<3>(weights, strides[0], &values, out, strides[1]),
+                    _ => s.matrix_values::<COLUMNS>(weights, strides[0], &values, out, strides[1]),
+                }
+                // The others find all that near.
+                values.ahead = &NOTHING[..n];
             }
             c += width;
         }

@@ -112,7 +112,7 @@ pub(super) fn cut_rows<S: Simd, F: Format>(
 }
 
 /// Packs the queries of a row tile, scaled, as `[steps][parts][kernel_rows]` words, or as a matrix unit wants them:
-/// `[steps / 16][16][16]`. Rows that do not exist are zero, or on a matrix unit anything.
+/// for each 16 rows `[steps / 16][16][16]`. Rows that do not exist are zero, or on a matrix unit anything.
 pub(super) struct PackQuery<'a, F> {
     pub(super) scale: f32,
     pub(super) head_dim: usize,
@@ -155,8 +155,10 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
                 if Matrix::<S, F>::USED {
                     let filled = (width / F::STEP).min(words);
                     self.words.add(filled).write_bytes(0, words - filled);
+                    let group = r / MATRIX_ROWS * words * MATRIX_ROWS;
                     for line in (0..words).step_by(MATRIX_ROWS) {
-                        let to = self.packed.add(line * MATRIX_ROWS + r * MATRIX_ROWS);
+                        let to = line * MATRIX_ROWS + r % MATRIX_ROWS * MATRIX_ROWS;
+                        let to = self.packed.add(group + to);
                         to.copy_from_nonoverlapping(self.words.add(line), MATRIX_ROWS);
                     }
                     continue;

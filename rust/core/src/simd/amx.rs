@@ -102,42 +102,15 @@ pub(super) unsafe fn end() {
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
 }
 
-/// A line of prefetches, eight cache lines from `$at` on.
+/// Prefetches of eight cache lines from `$at` on.
 macro_rules! ask {
     ($hint:literal, $at:literal) => {
         concat!(
+            ".irp line,0,64,128,192,256,320,384,448\n",
             $hint,
             " [",
             $at,
-            "]\n",
-            $hint,
-            " [",
-            $at,
-            " + 64]\n",
-            $hint,
-            " [",
-            $at,
-            " + 128]\n",
-            $hint,
-            " [",
-            $at,
-            " + 192]\n",
-            $hint,
-            " [",
-            $at,
-            " + 256]\n",
-            $hint,
-            " [",
-            $at,
-            " + 320]\n",
-            $hint,
-            " [",
-            $at,
-            " + 384]\n",
-            $hint,
-            " [",
-            $at,
-            " + 448]\n"
+            " + \\line]\n.endr\n"
         )
     };
 }
@@ -153,8 +126,9 @@ pub(super) unsafe fn scores(
     scores: *mut f32,
     stride: usize,
 ) {
+    // `ask0` and `more0` prefetch the first and the second half of what a step of the first tile has, and so on.
     macro_rules! run {
-        ($ask0:expr, $ask0b:expr, $ask1:expr, $ask1b:expr) => {
+        ($ask0:expr, $more0:expr, $ask1:expr, $more1:expr) => {
             asm!(
                 "tilezero tmm0",
                 "tilezero tmm1",
@@ -165,22 +139,18 @@ pub(super) unsafe fn scores(
                 "tileloadd tmm5, [{k0} + {line}]",
                 "tdpbf16ps tmm0, tmm4, tmm5",
                 $ask0,
-                $ask0b,
+                $more0,
                 "tileloadd tmm5, [{k1} + {line}]",
                 "tdpbf16ps tmm1, tmm4, tmm5",
                 $ask1,
-                $ask1b,
-                "add {query}, 1024",
-                "add {k0}, 1024",
-                "add {k1}, 1024",
-                "add {a0}, 1024",
-                "add {a1}, 1024",
-                "add {n0}, 1024",
-                "add {n1}, 1024",
+                $more1,
+                ".irp pointer,{query},{k0},{k1},{a0},{a1},{n0},{n1}",
+                "add \\pointer, 1024",
+                ".endr",
                 "dec {whole}",
                 "jnz 2b",
                 "3:",
-                "test {rest}, {rest}",
+                "test {half}, {half}",
                 "jz 4f",
                 "tileloadd tmm6, [{query} + {line}]",
                 "tileloadd tmm7, [{k0} + {line}]",
@@ -200,7 +170,7 @@ pub(super) unsafe fn scores(
                 n0 = inout(reg) keys.near[0] => _,
                 n1 = inout(reg) keys.near[1] => _,
                 whole = inout(reg) depth.whole => _,
-                rest = in(reg) usize::from(depth.half),
+                half = in(reg) usize::from(depth.half),
                 line = in(reg) 64_usize,
                 scores = in(reg) scores,
                 stride = in(reg) stride,
@@ -209,52 +179,24 @@ pub(super) unsafe fn scores(
             )
         };
     }
+    macro_rules! asks {
+        ($near:literal, $ahead:literal) => {
+            concat!(ask!("prefetcht0", $near), ask!("prefetcht1", $ahead))
+        };
+    }
     // SAFETY: the caller's promise. A prefetch may name any address.
     unsafe {
         if keys.ahead[0].is_null() {
-            run!("/* {n0} {n1} */", "", "", "");
+            run!("", "", "", "");
         } else {
             run!(
-                concat!(ask!("prefetcht0", "{n0}"), ask!("prefetcht1", "{a0}")),
-                concat!(
-                    ask!("prefetcht0", "{n0} + 512"),
-                    ask!("prefetcht1", "{a0} + 512")
-                ),
-                concat!(ask!("prefetcht0", "{n1}"), ask!("prefetcht1", "{a1}")),
-                concat!(
-                    ask!("prefetcht0", "{n1} + 512"),
-                    ask!("prefetcht1", "{a1} + 512")
-                )
+                asks!("{n0}", "{a0}"),
+                asks!("{n0} + 512", "{a0} + 512"),
+                asks!("{n1}", "{a1}"),
+                asks!("{n1} + 512", "{a1} + 512")
             );
         }
     }
-}
-
-macro_rules! near {
-    ($at:literal) => {
-        concat!(
-            "prefetcht0 [{v} + ",
-            $at,
-            "]\nprefetcht0 [{v} + {row} + ",
-            $at,
-            "]\n",
-            "prefetcht0 [{v} + 2*{row} + ",
-            $at,
-            "]\nprefetcht0 [{v} + {row3} + ",
-            $at,
-            "]\n",
-            "prefetcht0 [{a} + ",
-            $at,
-            "]\nprefetcht0 [{a} + {row} + ",
-            $at,
-            "]\n",
-            "prefetcht0 [{a} + 2*{row} + ",
-            $at,
-            "]\nprefetcht0 [{a} + {row3} + ",
-            $at,
-            "]\n"
-        )
-    };
 }
 
 /// See [`Simd::matrix_values`](super::Simd::matrix_values).
@@ -268,40 +210,36 @@ pub(super) unsafe fn values<const N: usize>(
     out: *mut f32,
     out_stride: usize,
 ) {
-    macro_rules! column {
-        ($n:literal, $sum:literal, $ask:expr) => {
-            concat!(
-                "tileloadd tmm7, [{v} + {row} + 64*",
-                $n,
-                "]\n",
-                "tdpbf16ps ",
-                $sum,
-                ", tmm6, tmm7\n",
-                $ask
-            )
-        };
-    }
+    // `columns` has a number for each tile of columns; `ask` is done for each, `near` once a tile of tokens.
     macro_rules! run {
-        ([$($zero:literal),*], [$($column:expr),*], [$($store:literal),*], $near:expr) => {
+        ($columns:literal, $ask:expr, $near:expr) => {
             asm!(
-                $($zero,)*
+                concat!(".irp n,", $columns),
+                "tilezero tmm\\n",
+                ".endr",
                 "2:",
                 "mov {v}, [{tiles}]",
                 "mov {a}, [{ahead}]",
                 "tileloadd tmm6, [{weights} + {stride}]",
-                $($column,)*
+                concat!(".irp n,", $columns),
+                "tileloadd tmm7, [{v} + {row} + 64*\\n]",
+                "tdpbf16ps tmm\\n, tmm6, tmm7",
+                $ask,
+                ".endr",
                 "add {tiles}, 8",
                 "add {ahead}, 8",
-                $near,
                 "add {weights}, 32",
+                $near,
                 "dec {n}",
                 "jnz 2b",
-                $($store,)*
+                concat!(".irp n,", $columns),
+                "tilestored [{out} + {out_stride} + 64*\\n], tmm\\n",
+                ".endr",
                 tiles = inout(reg) values.tiles.as_ptr() => _,
                 ahead = inout(reg) values.ahead.as_ptr() => _,
                 v = out(reg) _,
                 a = out(reg) _,
-                n = inout(reg) values.tiles.len() => _,
+                n = inout(reg) values.ahead.len() => _,
                 row = in(reg) values.row,
                 row3 = in(reg) 3 * values.row,
                 weights = inout(reg) weights => _,
@@ -313,101 +251,41 @@ pub(super) unsafe fn values<const N: usize>(
             )
         };
     }
+    macro_rules! near {
+        ($columns:literal) => {
+            concat!(
+                "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
+                ".irp n,",
+                $columns,
+                "\n.irp base,{v},{a}\n",
+                "prefetcht0 [\\base + 64*\\n]\nprefetcht0 [\\base + {row} + 64*\\n]\n",
+                "prefetcht0 [\\base + 2*{row} + 64*\\n]\nprefetcht0 [\\base + {row3} + 64*\\n]\n",
+                ".endr\n.endr"
+            )
+        };
+    }
     macro_rules! columns {
-        ($a0:expr, $a1:expr, $a2:expr, $a3:expr, $n1:expr, $n2:expr, $n3:expr, $n4:expr) => {
-            match N {
-                1 => run!(
-                    ["tilezero tmm0"],
-                    [column!(0, "tmm0", $a0)],
-                    ["tilestored [{out} + {out_stride}], tmm0"],
-                    $n1
-                ),
-                2 => run!(
-                    ["tilezero tmm0", "tilezero tmm1"],
-                    [column!(0, "tmm0", $a0), column!(1, "tmm1", $a1)],
-                    [
-                        "tilestored [{out} + {out_stride}], tmm0",
-                        "tilestored [{out} + {out_stride} + 64], tmm1"
-                    ],
-                    $n2
-                ),
-                3 => run!(
-                    ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2"],
-                    [
-                        column!(0, "tmm0", $a0),
-                        column!(1, "tmm1", $a1),
-                        column!(2, "tmm2", $a2)
-                    ],
-                    [
-                        "tilestored [{out} + {out_stride}], tmm0",
-                        "tilestored [{out} + {out_stride} + 64], tmm1",
-                        "tilestored [{out} + {out_stride} + 128], tmm2"
-                    ],
-                    $n3
-                ),
-                _ => run!(
-                    [
-                        "tilezero tmm0",
-                        "tilezero tmm1",
-                        "tilezero tmm2",
-                        "tilezero tmm3"
-                    ],
-                    [
-                        column!(0, "tmm0", $a0),
-                        column!(1, "tmm1", $a1),
-                        column!(2, "tmm2", $a2),
-                        column!(3, "tmm3", $a3)
-                    ],
-                    [
-                        "tilestored [{out} + {out_stride}], tmm0",
-                        "tilestored [{out} + {out_stride} + 64], tmm1",
-                        "tilestored [{out} + {out_stride} + 128], tmm2",
-                        "tilestored [{out} + {out_stride} + 192], tmm3"
-                    ],
-                    $n4
-                ),
+        ($columns:literal) => {
+            if values.ahead[0].is_null() {
+                run!($columns, "", "/* {row3} */");
+            } else {
+                run!(
+                    $columns,
+                    ask!("prefetcht1", "{a} + 512*\\n"),
+                    near!($columns)
+                );
             }
         };
     }
-    // SAFETY: the caller's promise. A prefetch may name any address.
+    assert!(values.tiles.len() > values.ahead.len() && !values.ahead.is_empty());
+    // SAFETY: the caller's promise, and what was just asserted. A prefetch may name any address.
     unsafe {
-        if values.ahead[0].is_null() {
-            columns!(
-                "",
-                "",
-                "",
-                "",
-                "/* {row3} */",
-                "/* {row3} */",
-                "/* {row3} */",
-                "/* {row3} */"
-            );
-        } else {
-            columns!(
-                ask!("prefetcht1", "{a}"),
-                ask!("prefetcht1", "{a} + 512"),
-                ask!("prefetcht1", "{a} + 1024"),
-                ask!("prefetcht1", "{a} + 1536"),
-                concat!("mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n", near!("0")),
-                concat!(
-                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
-                    near!("0"),
-                    near!("64")
-                ),
-                concat!(
-                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
-                    near!("0"),
-                    near!("64"),
-                    near!("128")
-                ),
-                concat!(
-                    "mov {v}, [{tiles}]\nlea {a}, [{v} + 4*{row}]\n",
-                    near!("0"),
-                    near!("64"),
-                    near!("128"),
-                    near!("192")
-                )
-            );
+        match N {
+            1 => columns!("0"),
+            2 => columns!("0,1"),
+            3 => columns!("0,1,2"),
+            4 => columns!("0,1,2,3"),
+            _ => unreachable!("{N} tiles of columns do not fit the registers"),
         }
     }
 }

@@ -44,7 +44,8 @@ pub(crate) struct Depth {
     pub(crate) half: bool,
 }
 
-/// Two tiles of keys, each `[depth / 2][16]` pairs; and as much memory to prefetch meanwhile, or null.
+/// Two tiles of keys, each `[depth / 2][16]` pairs; and as much memory to prefetch meanwhile, into the first-level cache
+/// (`near`) and into the second-level cache (`ahead`; null for no prefetching at all).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KeyTiles {
     pub(crate) tiles: [*const u8; 2],
@@ -53,7 +54,7 @@ pub(crate) struct KeyTiles {
 }
 
 /// Tiles of the values of 16 tokens, from some column on: 8 rows of pairs, `row` bytes apart; and for each as much
-/// memory to prefetch meanwhile, or null.
+/// memory to prefetch meanwhile (or null), besides the tile that comes next, so that there is one more of these.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ValueTiles<'a> {
     pub(crate) tiles: &'a [*const u8],
