@@ -621,8 +621,9 @@ def plot(results: list[Result], path: Path) -> None:
         if kind == "decode" and "shared" not in sizes and result.peer != "numpy":
             name = f"{model}, batch {sizes.split('x')[0]}"
             panels.setdefault(name, {}).setdefault(result.label, []).append(result)
+    panels = {name: lines for name, lines in panels.items() if max(map(len, lines.values())) > 1}
     if not panels:
-        print("no plot: no case of decoding was measured", file=sys.stderr)
+        print("no plot: no decoding at several lengths was measured", file=sys.stderr)
         return
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -636,11 +637,14 @@ def plot(results: list[Result], path: Path) -> None:
             axis.plot(*zip(*points, strict=True), label=label, color=color, marker="o", lw=2.5 if ours else 1)
         axis.axhline(1, color="black", ls=":")
         contexts = sorted({r.context for line in lines.values() for r in line})
-        axis.set(title=name, xlabel="context", ylim=(0, None))
+        axis.set(title=name, xlabel="context")
         axis.set_xscale("log")
         axis.set_xticks(contexts, [f"{context:,}" for context in contexts])
         axis.minorticks_off()
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     axes[0][0].set_ylabel("share of the stream")
+    axes[0][0].set_ylim(bottom=0)
     lines_of_all = {t: h for axis in axes.flat for h, t in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(lines_of_all.values(), lines_of_all.keys(), loc="outside lower center", ncols=4, fontsize="small")
     figure.set_layout_engine("constrained")

@@ -4,6 +4,8 @@
 //! 2. `weights`: the row's maximum, `exp(score - maximum)`, and their sum in fixed lanes;
 //! 3. `values`: per (row, dimension) one chain over exactly the visible tokens, ascending, from +0.
 //!
+//! A matrix unit does the first and the last of them its own way (`matrix`).
+//!
 //! All are independent of the other rows, so a row's bits are too: `R` rows and so many vectors in flight only say how
 //! many chains run at once. They are chosen so that all sums and operands stay in registers, and so many chains run that
 //! the latency of a multiplication is hidden.

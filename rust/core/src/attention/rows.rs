@@ -147,7 +147,7 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
                         F::store_weights(s, self.words, d, x);
                     }
                 } else if Matrix::<S, F>::USED {
-                    // Its rows do not meet.
+                    // There each row is on its own.
                     return;
                 } else {
                     self.words.write_bytes(0, words);
