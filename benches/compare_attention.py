@@ -146,10 +146,11 @@ class Peer(ABC):
     def itemsize(self) -> int:
         return {"f32": 4, "bf16": 2, "f16": 2}.get(self.dtype, 1)
 
-    @property
-    def tolerance(self) -> float:
+    def tolerance(self, case: Case) -> float:
         """Of values of variance 1: a few roundings of the KV dtype."""
-        return {4: 2e-5, 2: 2e-2, 1: 5e-1 if self.dtype == "fp8" else 1e-1}[self.itemsize]
+        if self.dtype == "fp8" and case.new == case.context:
+            return 5e-1  # three bits of the one value that the first rows see, which no mean makes smaller
+        return {4: 2e-5, 2: 2e-2, 1: 1e-1}[self.itemsize]
 
     @abstractmethod
     def prepare(self, data: Data) -> Call:
@@ -526,8 +527,9 @@ def compare(case: Case, chosen: list[Peer], limits: Limits, rounds: int, budget:
         out = call(0)
         out = out if isinstance(out, np.ndarray) else out.float().numpy()
         off = float(np.abs(out.reshape(data.query.shape)[rows] - reference).max())
-        if not off <= peer.tolerance:
-            raise AssertionError(f"{case.name}: {peer.label} is off by {off:.2g}, expected {peer.tolerance} at most")
+        most = peer.tolerance(case)
+        if not off <= most:
+            raise AssertionError(f"{case.name}: {peer.label} is off by {off:.2g}, expected {most} at most")
         running.append((peer, call, off, []))
     stream, sgemm = [], []
     for _ in range(rounds):
