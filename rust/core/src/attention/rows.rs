@@ -155,18 +155,9 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
                 if Matrix::<S, F>::USED {
                     let filled = (width / F::STEP).min(words);
                     self.words.add(filled).write_bytes(0, words - filled);
-                    let group = r / MATRIX_ROWS * words * MATRIX_ROWS;
-                    for line in (0..words).step_by(MATRIX_ROWS) {
-                        let to = line * MATRIX_ROWS + r % MATRIX_ROWS * MATRIX_ROWS;
-                        let to = self.packed.add(group + to);
-                        to.copy_from_nonoverlapping(self.words.add(line), MATRIX_ROWS);
-                    }
-                    continue;
-                }
-                let mut to = self.packed.add(r);
-                for i in 0..words {
-                    *to = *self.words.add(i);
-                    to = to.wrapping_add(self.kernel_rows);
+                    self.place_lines(r, words);
+                } else {
+                    self.place_words(r, words);
                 }
             }
         }
@@ -174,6 +165,30 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
 }
 
 impl<F> PackQuery<'_, F> {
+    /// Row `r` as one of `[words][kernel_rows]`.
+    #[inline(always)]
+    unsafe fn place_words(&self, r: usize, words: usize) {
+        let mut to = self.packed.wrapping_add(r);
+        for i in 0..words {
+            // SAFETY: inside the row and the packed query.
+            unsafe { *to = *self.words.add(i) };
+            to = to.wrapping_add(self.kernel_rows);
+        }
+    }
+
+    /// Row `r` as one of `[words / 16][16][16]`, for each 16 rows.
+    #[inline(always)]
+    unsafe fn place_lines(&self, r: usize, words: usize) {
+        let (group, row) = (r / MATRIX_ROWS * words, r % MATRIX_ROWS);
+        for line in (0..words).step_by(MATRIX_ROWS) {
+            // SAFETY: inside the row and the packed query.
+            unsafe {
+                let to = self.packed.add((group + line + row) * MATRIX_ROWS);
+                to.copy_from_nonoverlapping(self.words.add(line), MATRIX_ROWS);
+            }
+        }
+    }
+
     /// Scales a query into the row, and pads it with zeros.
     #[inline(always)]
     unsafe fn scale_row<S: Simd>(&self, s: S, query: *const f32) {
