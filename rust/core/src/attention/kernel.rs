@@ -27,9 +27,10 @@ use super::tiles::Tiles;
 use super::values::values;
 use super::weights::{adjust, maximum, weights};
 
-/// Rows of the largest micro-kernel, and those that exist.
+/// Rows of the largest row tile.
 pub(super) const MAX_ROWS: usize = matrix::ROWS;
-const KERNEL_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, MAX_ROWS];
+/// Rows of the micro-kernels that exist, besides that of a matrix unit.
+const KERNEL_ROWS: [usize; 7] = [1, 2, 3, 4, 6, 8, MANY_ROWS];
 
 /// Up to so many rows, reading KV takes longer than multiplying it.
 pub(super) const FEW_ROWS: usize = 4;
@@ -46,7 +47,7 @@ pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
     // Two vectors in flight keep the multipliers busy; more rows need fewer loads. Parts take registers of their own.
     let most = match (S::REGISTERS, Parts::<S, F>::COUNT) {
         _ if Matrix::<S, F>::USED => matrix::ROWS,
-        (32.., _) => 12,
+        (32.., _) => MANY_ROWS,
         (_, 1) => 6,
         _ => 4,
     };
@@ -55,7 +56,7 @@ pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
         return (n, n.next_multiple_of(MATRIX_ROWS));
     }
     let fits = KERNEL_ROWS.into_iter().find(|&r| r >= n);
-    (n, fits.unwrap_or(MAX_ROWS))
+    (n, fits.unwrap_or(MANY_ROWS))
 }
 
 /// A tile of rows and a partition.
