@@ -15,7 +15,7 @@ use super::format::{Bf16, Format};
 use super::kernel::{FEW_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
-use super::plan::PARTITION;
+use super::plan::{PARTITION, intersection};
 use super::tiles::TILES;
 
 /// Rows of the largest row tile.
@@ -37,6 +37,11 @@ pub(super) fn spare_floats(width: usize) -> usize {
     TILES * TILE * width / 2 + ROWS * Record::floats(width)
 }
 
+/// Tiles that touch a range of tokens.
+fn touched(tokens: &Range<usize>) -> Range<usize> {
+    tokens.start / TILE..tokens.end.div_ceil(TILE)
+}
+
 /// Scores of all tiles that touch `seen`, an even count of them; hidden ones come out as anything.
 ///
 /// # Safety
@@ -49,10 +54,10 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
         whole: depth / (2 * MATRIX_ROWS),
         half: !depth.is_multiple_of(2 * MATRIX_ROWS),
     };
-    let end = seen.end.div_ceil(TILE);
-    for x in (seen.start / TILE..end).step_by(2) {
+    let all = touched(seen);
+    for x in all.clone().step_by(2) {
         // The last tile may come twice: there is room for that.
-        let pair = [x, (x + 1).min(end - 1)].map(|x| x - tiles.first);
+        let pair = [x, (x + 1).min(all.end - 1)].map(|x| x - tiles.first);
         let mut keys = KeyTiles {
             tiles: pair.map(|i| tiles.key(i)),
             near: pair.map(|i| tiles.key((i + 2).min(tiles.count - 1))),
@@ -95,19 +100,14 @@ pub(super) unsafe fn values<S: Simd, const R: usize>(
     seen: &Range<usize>,
     sees: &[Range<usize>; R],
 ) {
-    let (mut from, mut until) = (0, PARTITION);
     for (r, row) in sees.iter().enumerate().take(p.rows.len()) {
-        if !row.is_empty() {
-            from = from.max(row.start);
-            until = until.min(row.end);
-        }
         // SAFETY: words inside the row.
         unsafe { clear_hidden(p, r, row, seen) };
     }
     // SAFETY: the caller's promise; the spare memory is as large as it should be.
     unsafe {
         let whole = Record::at(p.parts, p.width, 0);
-        if multiply(s, p, seen, &(from..until.max(from)), whole) {
+        if multiply(s, p, seen, &intersection(sees, PARTITION), whole) {
             return;
         }
         let spare = Record::at(p.spare, p.width, 0);
@@ -121,12 +121,11 @@ pub(super) unsafe fn values<S: Simd, const R: usize>(
 
 /// Weights of the tiles that a row does not see at all: zero.
 unsafe fn clear_hidden(p: &Partition<'_>, r: usize, row: &Range<usize>, seen: &Range<usize>) {
-    let tiles = |range: &Range<usize>| range.start / TILE..range.end.div_ceil(TILE);
-    let (all, own) = (tiles(seen), tiles(row));
+    let all = touched(seen);
     let own = if row.is_empty() {
         all.start..all.start
     } else {
-        own
+        touched(row)
     };
     // SAFETY: the caller's promise.
     let clear = |tiles: Range<usize>| unsafe {
@@ -148,8 +147,8 @@ unsafe fn multiply<S: Simd>(
     to: Record,
 ) -> bool {
     let row = p.tiles.value_row;
-    let first = seen.start / TILE;
-    let n = seen.end.div_ceil(TILE) - first;
+    let Range { start: first, end } = touched(seen);
+    let n = end - first;
     let mut tiles = [std::ptr::null::<u8>(); TILES];
     // SAFETY: the caller's promise.
     unsafe {
@@ -188,17 +187,13 @@ unsafe fn multiply<S: Simd>(
                 tiles: &columns[..=n],
                 ahead: &ahead[..n],
                 row,
+                columns: width,
             };
             for group in (0..p.rows.len()).step_by(MATRIX_ROWS) {
                 let weights = p.scores.cast::<u32>().add(group * SCORES + first * STEPS);
                 let out = to.next(group).output().add(c * MATRIX_ROWS);
                 let strides = [SCORES, Record::floats(p.width)].map(|n| n * size_of::<f32>());
-                match width {
-                    1 => s.matrix_values::<1>(weights, strides[0], &values, out, strides[1]),
-                    2 => s.matrix_values::<2>(weights, strides[0], &values, out, strides[1]),
-                    3 => s.matrix_values::<3>(weights, strides[0], &values, out, strides[1]),
-                    _ => s.matrix_values::<COLUMNS>(weights, strides[0], &values, out, strides[1]),
-                }
+                s.matrix_values(weights, strides[0], &values, out, strides[1]);
                 // The others find all that near.
                 values.ahead = &NOTHING[..n];
             }

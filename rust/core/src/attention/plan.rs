@@ -533,6 +533,15 @@ pub(super) fn local(sees: &Range<usize>, partition: usize) -> Range<usize> {
     at(sees.start)..at(sees.end)
 }
 
+/// What is in all ranges that are not empty; at most `0..most`.
+pub(super) fn intersection(ranges: &[Range<usize>], most: usize) -> Range<usize> {
+    let (mut start, mut end) = (0, most);
+    for range in ranges.iter().filter(|r| !r.is_empty()) {
+        (start, end) = (start.max(range.start), end.min(range.end));
+    }
+    start..end.max(start)
+}
+
 /// The smallest range around all that are not empty.
 pub(super) fn union<'a>(ranges: impl Iterator<Item = &'a Range<usize>>) -> Range<usize> {
     let (mut start, mut end) = (usize::MAX, 0);

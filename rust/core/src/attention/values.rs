@@ -14,7 +14,7 @@ use super::format::{Format, Parts};
 use super::kernel::{FEW_ROWS, MANY_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
-use super::plan::PARTITION;
+use super::plan::{PARTITION, intersection};
 use super::tiles::TILES;
 
 /// Bytes of V that few rows read before their sums change: they stay in the first-level cache.
@@ -50,13 +50,9 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
 ) {
     // Steps that some row sees, and among them those that all rows (that see anything) see wholly.
     let some = seen.start / F::STEP..seen.end.div_ceil(F::STEP);
-    let (mut from, mut until) = (0, PARTITION);
-    for row in sees.iter().filter(|row| !row.is_empty()) {
-        from = from.max(row.start);
-        until = until.min(row.end);
-    }
-    let from = from.div_ceil(F::STEP).clamp(some.start, some.end);
-    let all = from..(until / F::STEP).clamp(from, some.end);
+    let common = intersection(sees, PARTITION);
+    let from = common.start.div_ceil(F::STEP).clamp(some.start, some.end);
+    let all = from..(common.end / F::STEP).clamp(from, some.end);
     let steps = TILE / F::STEP;
     let spans: [Span; TILES] = std::array::from_fn(|tile| {
         let first = (p.tiles.first + tile) * steps;

@@ -203,7 +203,7 @@ pub(super) unsafe fn scores(
 ///
 /// # Safety
 /// As there; the tile registers have their shapes.
-pub(super) unsafe fn values<const N: usize>(
+pub(super) unsafe fn values(
     weights: *const u32,
     stride: usize,
     values: &ValueTiles<'_>,
@@ -280,12 +280,12 @@ pub(super) unsafe fn values<const N: usize>(
     assert!(values.tiles.len() > values.ahead.len() && !values.ahead.is_empty());
     // SAFETY: the caller's promise, and what was just asserted. A prefetch may name any address.
     unsafe {
-        match N {
+        match values.columns {
             1 => columns!("0"),
             2 => columns!("0,1"),
             3 => columns!("0,1,2"),
             4 => columns!("0,1,2,3"),
-            _ => unreachable!("{N} tiles of columns do not fit the registers"),
+            n => unreachable!("{n} vectors of columns do not fit the registers"),
         }
     }
 }

@@ -329,7 +329,7 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         unsafe { amx::scores(query, keys, depth, scores, stride) };
     }
     #[inline(always)]
-    unsafe fn matrix_values<const N: usize>(
+    unsafe fn matrix_values(
         self,
         weights: *const u32,
         stride: usize,
@@ -338,6 +338,6 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         out_stride: usize,
     ) {
         assert!(AMX);
-        unsafe { amx::values::<N>(weights, stride, values, out, out_stride) };
+        unsafe { amx::values(weights, stride, values, out, out_stride) };
     }
 }

@@ -60,6 +60,8 @@ pub(crate) struct ValueTiles<'a> {
     pub(crate) tiles: &'a [*const u8],
     pub(crate) ahead: &'a [*const u8],
     pub(crate) row: usize,
+    /// Columns, in vectors of 16: at most 4.
+    pub(crate) columns: usize,
 }
 
 /// One instruction set. Methods are intrinsics; those that take a pointer demand no alignment.
@@ -167,11 +169,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (query, keys, depth, scores, stride);
         unreachable!("no matrix unit");
     }
-    /// `out[r][c] = sum over t of weights[r][t] * value[t][c]` for 16 rows and `N` times 16 columns, at most four times.
+    /// `out[r][c] = sum over t of weights[r][t] * value[t][c]` for 16 rows and the columns of the tiles.
     /// Rows of weights are `stride` bytes apart, those of the output `out_stride`; there is a tile at least.
     ///
     /// Only between `matrix_begin` and `matrix_end`; all is valid for what is read or written.
-    unsafe fn matrix_values<const N: usize>(
+    unsafe fn matrix_values(
         self,
         weights: *const u32,
         stride: usize,
