@@ -53,15 +53,6 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
     let common = intersection(sees, PARTITION);
     let from = common.start.div_ceil(F::STEP).clamp(some.start, some.end);
     let all = from..(common.end / F::STEP).clamp(from, some.end);
-    let steps = TILE / F::STEP;
-    let spans: [Span; TILES] = std::array::from_fn(|tile| {
-        let first = (p.tiles.first + tile) * steps;
-        let clip = |x: usize| x.clamp(first, first + steps) - first;
-        Span {
-            some: clip(some.start)..clip(some.end),
-            all: clip(all.start)..clip(all.end),
-        }
-    });
     // Few rows read V from memory: some tiles at a time, in its order. Many rows read it from L2 and keep their sums.
     let tile_bytes = p.width * TILE * F::LANE / F::STEP;
     let run = if R <= FEW_ROWS {
@@ -83,7 +74,8 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
             let chunk = Chunk {
                 p,
                 sees,
-                spans: &spans,
+                some: &some,
+                all: &all,
                 tiles: start..(start + run).min(p.tiles.count),
                 number: i,
                 chunks,
@@ -129,17 +121,13 @@ struct Value {
     ahead: *const u8,
 }
 
-/// Steps of a tile that some row sees, and among them those that all rows (that see anything) see wholly.
-struct Span {
-    some: Range<usize>,
-    all: Range<usize>,
-}
-
 /// Some columns of a run of tiles, and all rows.
 struct Chunk<'a, const R: usize> {
     p: &'a Partition<'a>,
     sees: &'a [Range<usize>; R],
-    spans: &'a [Span; TILES],
+    /// Steps of the partition that some row sees, and those that all rows (that see anything) see wholly.
+    some: &'a Range<usize>,
+    all: &'a Range<usize>,
     tiles: Range<usize>,
     /// Which one of how many chunks of columns it is, and their share of a tile to prefetch, in bytes.
     number: usize,
@@ -148,56 +136,142 @@ struct Chunk<'a, const R: usize> {
 }
 
 impl<const R: usize> Chunk<'_, R> {
+    /// Tiles that all rows see wholly have a loop of their own: with the others inside, sums would leave the registers
+    /// between tiles.
     #[inline(always)]
     unsafe fn run<S: Simd, F: Format, const C: usize, const AHEAD: bool>(&self, s: S, c: usize) {
-        let p = self.p;
         let steps = TILE / F::STEP;
-        let column = c * S::LANES * F::LANE;
-        // SAFETY: steps are inside the tiles, columns inside the padded rows, sums inside the parts.
-        unsafe {
-            let sum = |r: usize, v: usize| {
-                Record::at(p.parts, p.width, r)
-                    .output()
-                    .add((c + v) * S::LANES)
-            };
-            let mut acc = [[F::zero(s); C]; R];
-            if self.tiles.start > 0 {
-                for r in 0..R {
-                    for v in 0..C {
-                        acc[r][v] = F::load_sum(s, sum(r, v));
-                    }
-                }
-            }
-            for (i, tile) in self.tiles.clone().enumerate() {
-                let v = self.value(tile, i, column);
-                let first = (p.tiles.first + tile) * steps;
-                let Span { some, all } = &self.spans[tile];
-                let words = p.scores.cast::<u32>().add(first * Parts::<S, F>::COUNT);
-                if all.len() == steps {
-                    // A constant count of steps is worth a loop of its own.
-                    for t in 0..steps {
-                        self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
-                    }
-                } else {
-                    self.masked::<S, F, C>(s, &mut acc, &v, words, first, some.start..all.start);
-                    for t in all.clone() {
-                        self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
-                    }
-                    self.masked::<S, F, C>(s, &mut acc, &v, words, first, all.end..some.end);
-                }
-            }
-            for r in 0..R {
-                for v in 0..C {
-                    F::store_sum(s, sum(r, v), acc[r][v]);
+        let Range { start, end } = self.tiles;
+        let tile = |step: usize| (step / steps).saturating_sub(self.p.tiles.first);
+        let from = tile(self.all.start + steps - 1).clamp(start, end);
+        let until = tile(self.all.end).clamp(from, end);
+        for (tiles, whole) in [
+            (start..from, false),
+            (from..until, true),
+            (until..end, false),
+        ] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match whole {
+                    _ if tiles.is_empty() => {}
+                    true => self.whole::<S, F, C, AHEAD>(s, c, tiles),
+                    false => self.partial::<S, F, C, AHEAD>(s, c, tiles),
                 }
             }
         }
     }
 
-    /// The `i`-th tile of the run, from `column` on.
+    /// Adds up tiles that all rows see wholly.
     #[inline(always)]
-    fn value(&self, tile: usize, i: usize, column: usize) -> Value {
-        let tiles = &self.p.tiles;
+    unsafe fn whole<S: Simd, F: Format, const C: usize, const AHEAD: bool>(
+        &self,
+        s: S,
+        c: usize,
+        tiles: Range<usize>,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut acc = self.begin::<S, F, C>(s, c, &tiles);
+            for tile in tiles {
+                let (v, words) = (self.value::<S, F>(tile, c), self.words::<S, F>(tile));
+                // A constant count of steps.
+                for t in 0..TILE / F::STEP {
+                    self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
+                }
+            }
+            self.end::<S, F, C>(s, c, &acc);
+        }
+    }
+
+    /// Adds up tiles that some row sees a part of.
+    #[inline(always)]
+    unsafe fn partial<S: Simd, F: Format, const C: usize, const AHEAD: bool>(
+        &self,
+        s: S,
+        c: usize,
+        tiles: Range<usize>,
+    ) {
+        let steps = TILE / F::STEP;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut acc = self.begin::<S, F, C>(s, c, &tiles);
+            for tile in tiles {
+                let (v, words) = (self.value::<S, F>(tile, c), self.words::<S, F>(tile));
+                let first = (self.p.tiles.first + tile) * steps;
+                let clip = |x: usize| x.clamp(first, first + steps) - first;
+                let some = clip(self.some.start)..clip(self.some.end);
+                let all = clip(self.all.start)..clip(self.all.end);
+                self.masked::<S, F, C>(s, &mut acc, &v, words, first, some.start..all.start);
+                for t in all.clone() {
+                    self.step::<S, F, C, AHEAD>(s, &mut acc, &v, words, t);
+                }
+                self.masked::<S, F, C>(s, &mut acc, &v, words, first, all.end..some.end);
+            }
+            self.end::<S, F, C>(s, c, &acc);
+        }
+    }
+
+    /// The sums of vectors from `c` on before the first of `tiles`.
+    #[inline(always)]
+    unsafe fn begin<S: Simd, F: Format, const C: usize>(
+        &self,
+        s: S,
+        c: usize,
+        tiles: &Range<usize>,
+    ) -> [[F::Sum<S>; C]; R] {
+        let mut acc = [[F::zero(s); C]; R];
+        if tiles.start > 0 {
+            for r in 0..R {
+                for v in 0..C {
+                    // SAFETY: inside the parts.
+                    acc[r][v] = unsafe { F::load_sum(s, self.sum(r).add((c + v) * S::LANES)) };
+                }
+            }
+        }
+        acc
+    }
+
+    /// Keeps the sums of vectors from `c` on.
+    #[inline(always)]
+    unsafe fn end<S: Simd, F: Format, const C: usize>(
+        &self,
+        s: S,
+        c: usize,
+        acc: &[[F::Sum<S>; C]; R],
+    ) {
+        for r in 0..R {
+            for v in 0..C {
+                // SAFETY: inside the parts.
+                unsafe { F::store_sum(s, self.sum(r).add((c + v) * S::LANES), acc[r][v]) };
+            }
+        }
+    }
+
+    /// Where the sums of a row are kept.
+    #[inline(always)]
+    unsafe fn sum(&self, r: usize) -> *mut f32 {
+        // SAFETY: there are `R` parts.
+        unsafe { Record::at(self.p.parts, self.p.width, r).output() }
+    }
+
+    /// The first row's weights of a tile.
+    #[inline(always)]
+    unsafe fn words<S: Simd, F: Format>(&self, tile: usize) -> *const u32 {
+        let first = (self.p.tiles.first + tile) * (TILE / F::STEP);
+        // SAFETY: inside the row.
+        unsafe {
+            self.p
+                .scores
+                .cast::<u32>()
+                .add(first * Parts::<S, F>::COUNT)
+        }
+    }
+
+    /// A tile of the run, from vector `c` on.
+    #[inline(always)]
+    fn value<S: Simd, F: Format>(&self, tile: usize, c: usize) -> Value {
+        let (tiles, i) = (&self.p.tiles, tile - self.tiles.start);
+        let column = c * S::LANES * F::LANE;
         // Chunks walk down columns. Where those come from memory, they ask for the next ones in its order, each chunk of
         // each tile for its share.
         let turn = self.number * self.tiles.len() + i;
