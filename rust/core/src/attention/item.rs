@@ -1,8 +1,9 @@
-//! One work item: its rows and their queries, its tiles, a partition at a time through the kernel, and what becomes of
+//! One work item, for one KV head or some: its rows and their queries, its tiles, a partition at a time through the kernel, and what becomes of
 //! the results.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::simd::{Kernel, Simd};
@@ -12,10 +13,16 @@ use super::format::{Format, Matrix};
 use super::kernel::{MAX_ROWS, Partition, SCORES};
 use super::matrix;
 use super::merge::Record;
-use super::plan::{Item, Unit};
+use super::plan::{ITEMS_PER_THREAD, Item, Unit};
 use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows, query_words};
 use super::scratch::{Buffer, padded};
 use super::tiles::{Source, TileBuffers};
+
+/// How many rows ahead those of the output are asked for.
+const OUT_AHEAD: usize = 8;
+
+/// KV heads that a job takes at most.
+const MAX_HEADS: usize = 4;
 
 /// Memory of one thread, kept from call to call.
 #[derive(Default)]
@@ -30,54 +37,87 @@ struct Workspace {
     scores: Buffer,
     spare: Buffer,
     tiles: TileBuffers,
+    /// Tiles to prefetch.
+    ahead: Vec<*const u8>,
 }
 
 thread_local! {
     static WORKSPACE: RefCell<Workspace> = RefCell::default();
 }
 
-/// An item, for one KV head.
-#[derive(Clone, Copy)]
+/// An item, for some KV heads.
 struct Job<'a> {
     item: &'a Item,
-    head: usize,
+    heads: Range<usize>,
 }
 
-/// Claims and runs items until none is left. KV heads are outermost, so that what sequences share stays in the cache.
-pub(super) fn run_items<S: Simd, F: Format>(s: S, call: &Call<'_>, next: &AtomicUsize) {
-    let items = &call.schedule.items;
-    let claim = || {
-        let i = next.fetch_add(1, Ordering::Relaxed);
-        (i < items.len() * call.plan.shape().num_kv_heads).then(|| Job {
+impl<'a> Job<'a> {
+    /// The `i`-th job of a call. First come the items that take one head at a time, then those that take `heads`. Heads
+    /// are outermost, so that what sequences share stays in the cache.
+    fn nth(call: &Call<'a>, i: usize, heads: usize) -> Option<Self> {
+        let (single, several) = call.schedule.items.split_at(call.schedule.many_rows);
+        let all = call.plan.shape().num_kv_heads;
+        let (items, i, heads) = match i.checked_sub(single.len() * all) {
+            None => (single, i, 1),
+            Some(i) => (several, i, heads),
+        };
+        let first = i.checked_div(items.len())? * heads;
+        (first < all).then(|| Self {
             item: &items[i % items.len()],
-            head: i / items.len(),
+            heads: first..first + heads,
         })
-    };
+    }
+
+    /// How many heads a job of few rows takes: several of an int8 cache, whose scales of a block's heads are neighbours,
+    /// a line each, if there are jobs enough. (Other caches gain nothing by it.)
+    fn heads<F: Format>(call: &Call<'_>) -> usize {
+        let all = call.plan.shape().num_kv_heads;
+        let jobs = |n: usize| call.schedule.items.len() * all / n;
+        let fits =
+            |&n: &usize| all.is_multiple_of(n) && jobs(n) >= ITEMS_PER_THREAD * call.plan.threads;
+        let most = if F::QUANTIZED { MAX_HEADS } else { 1 };
+        (1..=most).rev().find(fits).unwrap_or(1)
+    }
+}
+
+/// Claims and runs jobs until none is left.
+pub(super) fn run_items<S: Simd, F: Format>(s: S, call: &Call<'_>, next: &AtomicUsize) {
+    let heads = Job::heads::<F>(call);
+    let claim = || Job::nth(call, next.fetch_add(1, Ordering::Relaxed), heads);
     WORKSPACE.with_borrow_mut(|w| {
         let mut job = claim();
-        if let Some(Job { item, head }) = job {
-            Source::<F>::new(call, item, head).prefetch(s, item.partitions.start);
+        if let Some(Job { item, heads }) = &job {
+            let source = Source::<F>::new(call, item);
+            w.ahead.clear();
+            source.list(s, item.partitions.start, heads.clone(), &mut w.ahead);
+            source.prefetch(s, &w.ahead);
         }
         while let Some(current) = job {
-            job = run_item::<S, F>(s, call, current, claim, w);
+            job = run_item::<S, F>(s, call, &current, claim, w);
         }
     });
 }
 
-/// Runs an item; returns the next one, which `claim` gives when its memory is worth asking for.
+/// Runs a job; returns the next one, which `claim` gives when its memory is worth asking for.
 fn run_item<'a, S: Simd, F: Format>(
     s: S,
     call: &'a Call<'a>,
-    Job { item, head }: Job<'a>,
+    job: &Job<'a>,
     claim: impl FnOnce() -> Option<Job<'a>>,
     w: &mut Workspace,
 ) -> Option<Job<'a>> {
+    let Job { item, heads } = job;
     let dim = call.plan.shape().head_dim;
     let (steps, width) = (dim.div_ceil(F::STEP), padded(dim));
-    gather_rows(call, item, head, &mut w.rows);
+    w.rows.clear();
+    for head in heads.clone() {
+        gather_rows(call, item, head, &mut w.rows);
+    }
+    // Of each head.
+    let num_rows = w.rows.len() / heads.len();
     let row_words = query_words::<S, F>(dim);
-    let words = cut_rows::<S, F>(w.rows.len(), row_words, &mut w.row_tiles);
-    let query = w.query.floats(words).cast::<u32>();
+    let words = cut_rows::<S, F>(num_rows, row_words, &mut w.row_tiles);
+    let query = w.query.floats(heads.len() * words).cast::<u32>();
     let states = w.states.floats(w.rows.len() * Record::floats(width));
     let parts = w.parts.floats(MAX_ROWS * Record::floats(width));
     let scores = w.scores.floats(MAX_ROWS * SCORES);
@@ -88,60 +128,78 @@ fn run_item<'a, S: Simd, F: Format>(
     } else {
         std::ptr::null_mut()
     };
-    for tile in &w.row_tiles {
-        s.vectorize(PackQuery::<F> {
-            scale: call.options.scale,
-            head_dim: dim,
-            rows: &mut w.rows[tile.rows.clone()],
-            kernel_rows: tile.kernel_rows,
-            row,
-            words: row_words,
-            packed: query.wrapping_add(tile.query),
-            format: PhantomData,
-        });
+    // Rows of different tokens lie far apart: without this, each would be waited for.
+    for row in &w.rows {
+        for line in (0..dim * size_of::<f32>()).step_by(64) {
+            s.prefetch(row.query.cast::<u8>().wrapping_add(line));
+        }
+    }
+    for h in 0..heads.len() {
+        for tile in &w.row_tiles {
+            s.vectorize(PackQuery::<F> {
+                scale: call.options.scale,
+                head_dim: dim,
+                rows: &mut w.rows[h * num_rows..][tile.rows.clone()],
+                kernel_rows: tile.kernel_rows,
+                row,
+                words: row_words,
+                packed: query.wrapping_add(h * words + tile.query),
+                format: PhantomData,
+            });
+        }
     }
     for i in 0..w.rows.len() {
         // SAFETY: the buffer was just made that large.
         unsafe { Record::at(states, width, i).clear() };
     }
 
-    let source = Source::<F>::new(call, item, head);
+    let source = Source::<F>::new(call, item);
     let (mut claim, mut upcoming) = (Some(claim), None);
     for p in item.partitions.clone() {
-        if p + 1 == item.partitions.end {
+        w.ahead.clear();
+        if p + 1 < item.partitions.end {
+            source.list(s, p + 1, heads.clone(), &mut w.ahead);
+        } else {
             upcoming = claim.take().and_then(|claim| claim());
+            if let Some(Job { item, heads }) = &upcoming {
+                let first = item.partitions.start;
+                Source::<F>::new(call, item).list(s, first, heads.clone(), &mut w.ahead);
+            }
         }
-        let next = upcoming.map(|job| Source::new(call, job.item, job.head));
-        let mut tiles = source.tiles(s, p, next.as_ref(), &mut w.tiles);
-        for row_tile in &w.row_tiles {
-            let rows = &w.rows[row_tile.rows.clone()];
-            // SAFETY: query, states, parts and scores are the row tile's; `tiles` has all that its rows see; the
-            // schedule gave each row a record for each partition that this item stores.
-            unsafe {
-                let partition = Partition {
-                    options: &call.options,
-                    index: p,
-                    rows,
-                    query: query.add(row_tile.query),
-                    steps,
-                    tiles: &tiles,
-                    scores,
-                    parts,
-                    spare,
-                    states: item
-                        .leftmost
-                        .then(|| Record::at(states, width, row_tile.rows.start)),
-                    width,
-                };
-                partition.run::<S, F>(s, row_tile.kernel_rows);
-                if !item.leftmost {
-                    for (i, row) in rows.iter().enumerate() {
-                        Record::at(row.records, width, 1 + p - row.folded)
-                            .copy_from(Record::at(parts, width, i));
+        // Each head asks for as many tiles as it has.
+        let mut asks = w.ahead.chunks(2 * source.count(p));
+        for (h, head) in heads.clone().enumerate() {
+            let ahead = asks.next().unwrap_or(&[]);
+            let mut tiles = source.tiles(s, p, head, ahead, &mut w.tiles);
+            for row_tile in &w.row_tiles {
+                let rows = &w.rows[h * num_rows..][row_tile.rows.clone()];
+                // SAFETY: query, states, parts and scores are the row tile's; `tiles` has all that its rows see; the
+                // schedule gave each row a record for each partition that this item stores.
+                unsafe {
+                    let first = h * num_rows + row_tile.rows.start;
+                    let partition = Partition {
+                        options: &call.options,
+                        index: p,
+                        rows,
+                        query: query.add(h * words + row_tile.query),
+                        steps,
+                        tiles: &tiles,
+                        scores,
+                        parts,
+                        spare,
+                        states: item.leftmost.then(|| Record::at(states, width, first)),
+                        width,
+                    };
+                    partition.run::<S, F>(s, row_tile.kernel_rows);
+                    if !item.leftmost {
+                        for (i, row) in rows.iter().enumerate() {
+                            Record::at(row.records, width, 1 + p - row.folded)
+                                .copy_from(Record::at(parts, width, i));
+                        }
                     }
                 }
+                tiles.prefetched();
             }
-            tiles.prefetched();
         }
     }
     if let Some(claim) = claim {
@@ -150,7 +208,10 @@ fn run_item<'a, S: Simd, F: Format>(
     }
 
     let mut first = 0;
-    for &u in &item.units {
+    for (head, &u) in heads
+        .clone()
+        .flat_map(|h| item.units.iter().map(move |u| (h, u)))
+    {
         let unit = &call.schedule.units[u];
         let rows = &w.rows[first..][..unit.tokens.len() * call.plan.group()];
         // SAFETY: states has all of the item's rows; the unit's records are this item's until it counts itself as
@@ -216,6 +277,11 @@ impl Kernel for Finish<'_> {
     fn run<S: Simd>(self, s: S) {
         let width = padded(self.head_dim);
         for (i, row) in self.rows.iter().enumerate() {
+            if let Some(Row { out, .. }) = self.rows.get(i + OUT_AHEAD) {
+                for line in (0..self.head_dim * size_of::<f32>()).step_by(64) {
+                    s.prefetch(out.cast::<u8>().wrapping_add(line));
+                }
+            }
             // SAFETY: `finish_unit` owns the states, the records and the rows of the output.
             unsafe {
                 let record = |slot| Record::at(row.records, width, slot);

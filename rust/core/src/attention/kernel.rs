@@ -35,23 +35,32 @@ const KERNEL_ROWS: [usize; 7] = [1, 2, 3, 4, 6, 8, MANY_ROWS];
 /// Up to so many rows, reading KV takes longer than multiplying it.
 pub(super) const FEW_ROWS: usize = 4;
 
-/// From so many rows on, an item mostly has several row tiles, and all but the first find the next partition prefetched:
-/// a loop of their own without that is worth its code.
-pub(super) const MANY_ROWS: usize = 12;
+/// Rows of the largest micro-kernel that exists.
+const MANY_ROWS: usize = 12;
 
 /// Words from one row's scores to the next's: a tile more than there are, so that rows fall into different cache sets.
 pub(super) const SCORES: usize = PARTITION + TILE;
 
-/// How many of `left` rows the next tile of rows takes, and the rows of its micro-kernel.
-pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
+/// Rows of the largest micro-kernel, or of a matrix unit's.
+const fn most_rows<S: Simd, F: Format>() -> usize {
     // Two vectors in flight keep the multipliers busy; more rows need fewer loads. Parts take registers of their own.
-    let most = match (S::REGISTERS, Parts::<S, F>::COUNT) {
+    match (S::REGISTERS, Parts::<S, F>::COUNT) {
         _ if Matrix::<S, F>::USED => matrix::ROWS,
         (32.., _) => MANY_ROWS,
         (_, 1) => 6,
         _ => 4,
-    };
-    let n = left.div_ceil(left.div_ceil(most));
+    }
+}
+
+/// Whether an item mostly has several tiles of so many rows: all but the first find the next partition prefetched, and a
+/// loop of their own without that is worth its code.
+pub(super) const fn repeats<S: Simd, F: Format>(rows: usize) -> bool {
+    rows > FEW_ROWS && rows == most_rows::<S, F>()
+}
+
+/// How many of `left` rows the next tile of rows takes, and the rows of its micro-kernel.
+pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
+    let n = left.div_ceil(left.div_ceil(most_rows::<S, F>()));
     if Matrix::<S, F>::USED {
         return (n, n.next_multiple_of(MATRIX_ROWS));
     }

@@ -28,8 +28,11 @@ pub(super) const PARTITION: usize = 256;
 /// the arithmetic on it, few enough for the rows' outputs to stay in L2 too.
 const ITEM_ROWS: usize = 96;
 
+/// Items of so many rows at most are soon done with what they read: they may take several KV heads at a time.
+const SEVERAL_HEADS_ROWS: usize = 8;
+
 /// Items that each thread should find, so that none ends long after the others.
-const ITEMS_PER_THREAD: usize = 4;
+pub(super) const ITEMS_PER_THREAD: usize = 4;
 
 /// Cost of reading one token's K and V, counted in rows of arithmetic on them.
 const READ_COST: usize = 8;
@@ -134,7 +137,7 @@ impl Unit {
     }
 }
 
-/// A run of partitions (of one KV head, named when it is claimed) and the units that look at it.
+/// A run of partitions (of KV heads that are named when it is claimed) and the units that look at it.
 #[derive(Debug)]
 pub(super) struct Item {
     pub(super) units: Vec<usize>,
@@ -142,15 +145,20 @@ pub(super) struct Item {
     /// Positions in them that any row sees.
     pub(super) sees: Range<usize>,
     cost: usize,
+    /// Query rows of a KV head.
+    rows: usize,
     /// Whether it begins with its units' first partition.
     pub(super) leftmost: bool,
 }
 
-/// The items of a plan under one mask, most expensive first.
+/// The items of a plan under one mask; of those that take one KV head at a time, and of those that take several, the most
+/// expensive first.
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) units: Vec<Unit>,
     pub(super) items: Vec<Item>,
+    /// How many of them, at the front, take one KV head at a time.
+    pub(super) many_rows: usize,
     /// Rows' records and counters that one KV head needs.
     pub(super) records: usize,
     pub(super) counters: usize,
@@ -365,6 +373,7 @@ impl Schedule {
         let brief = cost * plan.shape.num_kv_heads * plan.shape.head_dim <= INLINE_WORK;
         Self {
             inline: brief || plan.threads == 1 || items.len() * plan.shape.num_kv_heads == 1,
+            many_rows: items.partition_point(|i| i.rows > SEVERAL_HEADS_ROWS),
             units,
             items,
             records,
@@ -499,7 +508,8 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
     let target = (total * heads / (plan.threads * ITEMS_PER_THREAD)).max(MIN_ITEM_COST);
     let mut items = Vec::new();
     for (us, partitions) in pieces {
-        let floats = rows(&us) * partitions.len() * heads * plan.shape.head_dim;
+        let num_rows = rows(&us);
+        let floats = num_rows * partitions.len() * heads * plan.shape.head_dim;
         let cuts = if plan.threads == 1 || floats > MAX_SPLIT_FLOATS {
             1
         } else {
@@ -514,6 +524,7 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
             items.push(Item {
                 sees: sees.start..sees.end.min(run.end * PARTITION),
                 cost: cost(&us, &run),
+                rows: num_rows,
                 leftmost: run.start == units[us[0]].partitions.start,
                 units: us.clone(),
                 partitions: run,
@@ -523,7 +534,7 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
             }
         }
     }
-    items.sort_by_key(|item| Reverse(item.cost));
+    items.sort_by_key(|item| Reverse((item.rows > SEVERAL_HEADS_ROWS, item.cost)));
     items
 }
 

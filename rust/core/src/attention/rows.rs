@@ -16,7 +16,7 @@ use super::scratch::padded;
 
 /// A row of the query.
 pub(super) struct Row {
-    query: *const f32,
+    pub(super) query: *const f32,
     pub(super) out: *mut f32,
     /// Where its log-sum-exp goes, or null.
     pub(super) lse: *mut f32,
@@ -39,12 +39,11 @@ pub(super) struct RowTile {
     pub(super) query: usize,
 }
 
-/// The rows of an item: unit by unit, token by token, all query heads of the group.
+/// Appends the rows of an item and KV head: unit by unit, token by token, all query heads of the group.
 pub(super) fn gather_rows(call: &Call<'_>, item: &Item, head: usize, rows: &mut Vec<Row>) {
     let group = call.plan.group();
     let heads = call.plan.shape().num_heads;
     let record = Record::floats(padded(call.plan.shape().head_dim));
-    rows.clear();
     for &u in &item.units {
         let unit = &call.schedule.units[u];
         let sequence = &call.plan.sequences[unit.sequence];

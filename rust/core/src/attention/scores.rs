@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::format::{Format, Parts};
-use super::kernel::{FEW_ROWS, MANY_ROWS, Partition, SCORES};
+use super::kernel::{FEW_ROWS, Partition, SCORES, repeats};
 use super::layout::TILE;
 
 /// Scores of all vectors of tokens that touch `seen`; hidden ones come out as anything.
@@ -21,7 +21,7 @@ pub(super) unsafe fn scores<S: Simd, F: Format, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        if const { R >= MANY_ROWS } && p.tiles.is_prefetched() {
+        if const { repeats::<S, F>(R) } && p.tiles.is_prefetched() {
             blocks::<S, F, R, V, false>(s, p, seen);
         } else {
             blocks::<S, F, R, V, true>(s, p, seen);

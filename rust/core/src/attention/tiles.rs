@@ -1,10 +1,10 @@
 //! Where an item's tiles come from: straight from a tiled cache, or packed into scratch from rows; and what to ask for
 //! meanwhile, so that it is near when its turn comes.
 //!
-//! A thread works on one partition and prefetches the next one, where the tokens of a tile lie side by side. It does so in
-//! the order of memory: the K and V of a block are neighbours in our own cache, and the longer the run, the better the
-//! hardware's own prefetching. The last partition of an item prefetches the first of the item that the thread has claimed
-//! next.
+//! A thread works on one partition and prefetches the next one, where the tokens of a tile lie side by side; the last
+//! partition of an item prefetches the first of the item that the thread has claimed next. It does so in the order of
+//! memory, for all the KV heads that it has: in our own cache the K and V of a block's heads are neighbours, and the
+//! longer the run, the better the hardware's own prefetching.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -35,9 +35,8 @@ pub(super) struct Tiles {
     pub(super) count: usize,
     /// Bytes from one step of V to the next.
     pub(super) value_row: usize,
-    /// The scales of quantized keys and values, by position in the partition.
-    pub(super) key_scales: *const f32,
-    pub(super) value_scales: *const f32,
+    /// The scales of a quantized cache, by tile, as `stream`.
+    scales: [*const f32; 2 * TILES],
 }
 
 impl Tiles {
@@ -65,6 +64,18 @@ impl Tiles {
         self.ahead[self.count + i]
     }
 
+    /// The scales of keys from a token of the partition on, up to the end of its tile. Quantized caches only.
+    #[inline(always)]
+    pub(super) fn key_scales(&self, token: usize) -> *const f32 {
+        self.scales[token / TILE - self.first].wrapping_add(token % TILE)
+    }
+
+    /// The same of values.
+    #[inline(always)]
+    pub(super) fn value_scales(&self, token: usize) -> *const f32 {
+        self.scales[self.count + token / TILE - self.first].wrapping_add(token % TILE)
+    }
+
     /// What is ahead is on its way: from now on, what is asked for is near.
     pub(super) fn prefetched(&mut self) {
         self.ahead = self.stream;
@@ -88,7 +99,6 @@ pub(super) struct TileBuffers {
 pub(super) struct Source<'a, F: Format> {
     call: &'a Call<'a>,
     item: &'a Item,
-    head: usize,
     blocks: &'a [u32],
     tile_bytes: usize,
     /// Whether the tokens of a tile lie side by side, tile after tile: always in a tiled cache, mostly in rows.
@@ -97,7 +107,7 @@ pub(super) struct Source<'a, F: Format> {
 }
 
 impl<'a, F: Format> Source<'a, F> {
-    pub(super) fn new(call: &'a Call<'a>, item: &'a Item, head: usize) -> Self {
+    pub(super) fn new(call: &'a Call<'a>, item: &'a Item) -> Self {
         let spec = call.layer.spec();
         let unit = &call.schedule.units[item.units[0]];
         let row = (spec.head_dim * spec.dtype.size()) as isize;
@@ -105,7 +115,6 @@ impl<'a, F: Format> Source<'a, F> {
         Self {
             call,
             item,
-            head,
             // All units of an item have the same blocks in its partitions.
             blocks: call.plan.blocks(&call.plan.sequences[unit.sequence]),
             tile_bytes: TILE * spec.head_dim * spec.dtype.size(),
@@ -116,13 +125,18 @@ impl<'a, F: Format> Source<'a, F> {
         }
     }
 
-    /// The tiles of a partition that any row sees, packed where need be. `upcoming` is the item that comes after this
-    /// partition, if it is the last one.
+    /// How many tiles of a partition any row sees.
+    pub(super) fn count(&self, partition: usize) -> usize {
+        self.range(partition).len()
+    }
+
+    /// The tiles of a partition and head that any row sees, packed where need be, while those of `ahead` are asked for.
     pub(super) fn tiles<S: Simd>(
         &self,
         s: S,
         partition: usize,
-        upcoming: Option<&Self>,
+        head: usize,
+        ahead: &[*const u8],
         buffers: &mut TileBuffers,
     ) -> Tiles {
         let spec = self.call.layer.spec();
@@ -131,16 +145,25 @@ impl<'a, F: Format> Source<'a, F> {
         // Where V's vectors hold one token, rows that are whole vectors are a tile as they are.
         let packed = rows && !(self.contiguous && F::STEP == 1 && dim == width);
         let widened = packed || dim != width;
+        let count = range.len();
         let mut tiles = Tiles {
             stream: [std::ptr::null(); 2 * TILES],
             ahead: [std::ptr::null(); 2 * TILES],
             prefetched: false,
             first: range.start - partition * TILES,
-            count: range.len(),
+            count,
             value_row: F::LANE * if widened { width } else { dim },
-            key_scales: std::ptr::null(),
-            value_scales: std::ptr::null(),
+            scales: [std::ptr::null(); 2 * TILES],
         };
+        if self.contiguous {
+            self.locate(partition, head, &mut tiles);
+        } else if F::QUANTIZED {
+            let scales = buffers.scales.floats(2 * PARTITION);
+            self.copy_scales(partition, head, scales);
+            for (i, to) in tiles.scales[..2 * count].iter_mut().enumerate() {
+                *to = scales.wrapping_add(i * TILE);
+            }
+        }
         // Whole steps of K, whole vectors of V.
         let bytes = |row: usize| TILE * row * spec.dtype.size();
         let key_dim = dim.next_multiple_of(Matrix::<S, F>::DEPTH);
@@ -148,113 +171,124 @@ impl<'a, F: Format> Source<'a, F> {
         let floats = |tile: usize| TILES * tile / size_of::<f32>();
         // Where K has zeros more than it has dimensions.
         let filled = bytes(dim.next_multiple_of(F::STEP));
-        let lengthened = rows || key_bytes != self.tile_bytes;
-        let keys: Option<*mut u8> =
-            lengthened.then(|| buffers.keys.floats(floats(key_bytes)).cast());
-        let values: Option<*mut u8> =
-            widened.then(|| buffers.values.floats(floats(value_bytes)).cast());
-        let mut ahead = [std::ptr::null(); 2 * TILES];
-        self.ahead(s, partition, upcoming, &mut ahead[..2 * tiles.count]);
         // Packing takes its time: it asks for as much as it makes.
-        let mut ask = |i: usize, to: *mut u8| {
-            let ahead = std::mem::replace(&mut ahead[i], std::ptr::null());
-            if ahead.is_null() { to } else { ahead }
-        };
-        for (i, tile) in range.clone().enumerate() {
-            tiles.stream[i] = match keys {
-                None => self.direct(Side::Key, tile),
-                Some(keys) => {
-                    let to = keys.wrapping_add(i * key_bytes);
-                    if rows {
-                        self.pack(s, Side::Key, tile, to, ask(i, to));
-                    } else {
-                        self.copy_key(tile, to);
-                    }
+        let mut asked = 0;
+        if rows || key_bytes != self.tile_bytes {
+            let keys: *mut u8 = buffers.keys.floats(floats(key_bytes)).cast();
+            for (i, tile) in range.clone().enumerate() {
+                let to = keys.wrapping_add(i * key_bytes);
+                let from = std::mem::replace(&mut tiles.stream[i], to);
+                if rows {
+                    let ask = ahead.get(asked).copied().unwrap_or(to);
+                    self.pack(s, Side::Key, head, tile, from, to, ask);
+                    asked += 1;
+                } else {
                     // SAFETY: the buffer has room for a partition's tiles.
-                    unsafe { to.add(filled).write_bytes(0, key_bytes - filled) };
-                    to
+                    unsafe { to.copy_from_nonoverlapping(from, self.tile_bytes) };
                 }
-            };
+                // SAFETY: as above.
+                unsafe { to.add(filled).write_bytes(0, key_bytes - filled) };
+            }
         }
-        for (i, tile) in range.enumerate() {
-            let i = tiles.count + i;
-            tiles.stream[i] = match values {
-                None => self.direct(Side::Value, tile),
-                Some(values) => {
-                    let to = values.wrapping_add((i - tiles.count) * value_bytes);
-                    if packed {
-                        self.pack(s, Side::Value, tile, to, ask(i, to));
-                    } else {
-                        self.widen(tile, to);
-                    }
-                    to
+        if widened {
+            let values: *mut u8 = buffers.values.floats(floats(value_bytes)).cast();
+            for (i, tile) in range.enumerate() {
+                let to = values.wrapping_add(i * value_bytes);
+                let from = std::mem::replace(&mut tiles.stream[count + i], to);
+                if packed {
+                    let ask = ahead.get(asked).copied().unwrap_or(to);
+                    self.pack(s, Side::Value, head, tile, from, to, ask);
+                    asked += 1;
+                } else {
+                    // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
+                    unsafe { widen_value_tile::<F>(from, dim, width, to) };
                 }
-            };
-        }
-        if F::QUANTIZED {
-            let scales = buffers.scales.floats(2 * PARTITION);
-            (tiles.key_scales, tiles.value_scales) = (scales, scales.wrapping_add(PARTITION));
-            self.copy_scales(partition, scales);
+            }
         }
         tiles.prefetched();
-        for (i, ahead) in ahead.into_iter().enumerate().filter(|(_, a)| !a.is_null()) {
-            tiles.ahead[i] = ahead;
+        // What was asked for while K was packed is left out where V is not.
+        let slots = tiles.ahead[..2 * count].iter_mut();
+        for (slot, &ahead) in slots.zip(ahead).skip(asked) {
+            *slot = ahead;
             tiles.prefetched = false;
         }
         tiles
     }
 
-    /// The tiles that come after a partition, as many as there is room for; asks for their scales.
-    fn ahead<S: Simd>(
+    /// Where the tiles of a partition and their scales are in a contiguous cache.
+    fn locate(&self, partition: usize, head: usize, tiles: &mut Tiles) {
+        let layer = &self.call.layer;
+        let mut i = 0;
+        self.runs(partition, |block, run| {
+            for (side, to) in [(Side::Key, i), (Side::Value, tiles.count + i)] {
+                // SAFETY: the plan checked the table's entries, `attend` the heads; the tiles are inside the block, as
+                // their scales are, which a quantized layer has.
+                unsafe {
+                    let base = layer.head(side, block, head);
+                    for (tile, to) in run.clone().zip(to..) {
+                        tiles.stream[to] = base.add(tile * self.tile_bytes);
+                        if F::QUANTIZED {
+                            tiles.scales[to] = layer.scale(side, block, head, tile * TILE);
+                        }
+                    }
+                }
+            }
+            i += run.len();
+        });
+    }
+
+    /// Lists the tiles of a partition that any row sees, all heads', in the order of memory: block by block, head by head,
+    /// K before V. Only where they are contiguous; asks for their scales at once.
+    pub(super) fn list<S: Simd>(
         &self,
         s: S,
         partition: usize,
-        upcoming: Option<&Self>,
-        ahead: &mut [*const u8],
+        heads: Range<usize>,
+        list: &mut Vec<*const u8>,
     ) {
         if !self.contiguous {
             return;
         }
-        let next = if partition + 1 < self.item.partitions.end {
-            Some((self, partition + 1))
-        } else {
-            upcoming.map(|next| (next, next.item.partitions.start))
-        };
-        if let Some((source, partition)) = next {
-            let mut ahead = ahead.iter_mut();
-            source.in_memory_order(partition, |tile| {
-                if let Some(ahead) = ahead.next() {
-                    *ahead = tile;
+        let layer = &self.call.layer;
+        self.runs(partition, |block, run| {
+            for (head, side) in heads
+                .clone()
+                .flat_map(|h| [(h, Side::Key), (h, Side::Value)])
+            {
+                // SAFETY: as in `locate`.
+                unsafe {
+                    let base = layer.head(side, block, head);
+                    for tile in run.clone() {
+                        list.push(base.add(tile * self.tile_bytes));
+                        if F::QUANTIZED {
+                            s.prefetch(layer.scale(side, block, head, tile * TILE).cast());
+                        }
+                    }
                 }
-            });
-            source.prefetch_scales(s, partition);
-        }
+            }
+        });
     }
 
-    /// Asks for the tiles of a partition that nobody ran ahead of.
-    pub(super) fn prefetch<S: Simd>(&self, s: S, partition: usize) {
-        if !self.contiguous {
-            return;
-        }
-        self.in_memory_order(partition, |tile| {
+    /// Asks for listed tiles, wholly.
+    pub(super) fn prefetch<S: Simd>(&self, s: S, list: &[*const u8]) {
+        for tile in list {
             for line in (0..self.tile_bytes).step_by(64) {
                 s.prefetch(tile.wrapping_add(line));
             }
-        });
-        self.prefetch_scales(s, partition);
+        }
     }
 
-    /// The tiles of a partition that any row sees, block by block, K before V. Contiguous ones only.
-    fn in_memory_order(&self, partition: usize, mut visit: impl FnMut(*const u8)) {
+    /// The blocks of a partition that hold tiles which any row sees, and those tiles, counted from the block's first.
+    /// Contiguous ones only.
+    fn runs(&self, partition: usize, mut visit: impl FnMut(usize, Range<usize>)) {
         let tiles_a_block = self.call.layer.spec().block_size / TILE;
         let range = self.range(partition);
-        let mut tile = range.start;
-        while tile < range.end {
-            let end = ((tile / tiles_a_block + 1) * tiles_a_block).min(range.end);
-            for side in [Side::Key, Side::Value] {
-                (tile..end).for_each(|tile| visit(self.direct(side, tile)));
-            }
-            tile = end;
+        let (mut block, mut first) = (range.start / tiles_a_block, range.start % tiles_a_block);
+        let mut left = range.len();
+        while left > 0 {
+            let n = left.min(tiles_a_block - first);
+            visit(self.blocks[block] as usize, first..first + n);
+            (block, first, left) = (block + 1, 0, left - n);
         }
     }
 
@@ -265,32 +299,28 @@ impl<'a, F: Format> Source<'a, F> {
         base + sees.start / TILE..base + sees.end.div_ceil(TILE)
     }
 
-    /// A contiguous tile where it lies in the cache.
-    fn direct(&self, side: Side, tile: usize) -> *const u8 {
-        let block_size = self.call.layer.spec().block_size;
-        let (block, token) = (tile * TILE / block_size, tile * TILE % block_size);
-        // SAFETY: the plan checked the table's entries, `attend` the heads; the tile is inside the block.
-        unsafe {
-            let block = self
-                .call
-                .layer
-                .head(side, self.blocks[block] as usize, self.head);
-            block.add(token / TILE * self.tile_bytes)
-        }
-    }
-
     /// Packs a tile of a rows cache; of its tokens, those that some row sees. Asks for what is `ahead`; where nobody ran
-    /// ahead, also for the rows of the tile that comes some tiles later.
-    fn pack<S: Simd>(&self, s: S, side: Side, tile: usize, to: *mut u8, ahead: *const u8) {
+    /// ahead, also for the rows of the tile that comes some tiles later. `from` is where a contiguous one begins.
+    #[allow(clippy::too_many_arguments)] // one caller
+    fn pack<S: Simd>(
+        &self,
+        s: S,
+        side: Side,
+        head: usize,
+        tile: usize,
+        from: *const u8,
+        to: *mut u8,
+        ahead: *const u8,
+    ) {
         let spec = self.call.layer.spec();
         if !self.contiguous {
-            for row in self.rows(side, tile + PACK_AHEAD) {
+            for row in self.rows(side, head, tile + PACK_AHEAD, from) {
                 for line in (0..spec.head_dim * spec.dtype.size()).step_by(64) {
                     s.prefetch(row.wrapping_add(line));
                 }
             }
         }
-        let rows = self.rows(side, tile);
+        let rows = self.rows(side, head, tile, from);
         // SAFETY: the rows are whole, and the buffers have room for a partition's tiles.
         s.vectorize(unsafe {
             PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to, ahead)
@@ -298,85 +328,43 @@ impl<'a, F: Format> Source<'a, F> {
     }
 
     /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.
-    fn rows(&self, side: Side, tile: usize) -> [*const u8; TILE] {
+    fn rows(&self, side: Side, head: usize, tile: usize, from: *const u8) -> [*const u8; TILE] {
         let last = self.item.sees.end - 1;
         if self.contiguous {
-            let (first, row) = (self.direct(side, tile), self.tile_bytes / TILE);
-            let seen = last.saturating_sub(tile * TILE);
-            return std::array::from_fn(|i| first.wrapping_add(i.min(seen) * row));
+            let (row, seen) = (self.tile_bytes / TILE, last.saturating_sub(tile * TILE));
+            return std::array::from_fn(|i| from.wrapping_add(i.min(seen) * row));
         }
         let block_size = self.call.layer.spec().block_size;
         std::array::from_fn(|i| {
             let token = (tile * TILE + i).min(last);
             let block = self.blocks[token / block_size] as usize;
-            // SAFETY: as in `direct`.
+            // SAFETY: as in `locate`.
             unsafe {
                 self.call
                     .layer
-                    .row(side, block, self.head, token % block_size)
+                    .row(side, block, head, token % block_size)
                     .cast_const()
             }
         })
     }
 
-    /// Copies a K tile of a tiled cache.
-    fn copy_key(&self, tile: usize, to: *mut u8) {
-        // SAFETY: `to` has room for a tile.
-        unsafe { to.copy_from_nonoverlapping(self.direct(Side::Key, tile), self.tile_bytes) };
-    }
-
-    /// Copies a V tile of a tiled cache to whole vectors.
-    fn widen(&self, tile: usize, to: *mut u8) {
-        let head_dim = self.call.layer.spec().head_dim;
-        let from = self.direct(Side::Value, tile);
-        // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
-        unsafe { widen_value_tile::<F>(from, head_dim, padded(head_dim), to) };
-    }
-
-    /// Copies the scales of a partition, those of K to the first half of `to`, those of V to the second.
-    fn copy_scales(&self, partition: usize, to: *mut f32) {
-        self.scale_runs(partition, |side, from, token, n| {
-            let half = if side == Side::Key { 0 } else { PARTITION };
-            // SAFETY: the scales are a block's own; the tokens are in the partition, for which each half has room.
-            unsafe {
-                from.cast::<u8>().copy_to_nonoverlapping(
-                    to.add(half + token - partition * PARTITION).cast(),
-                    n * size_of::<f32>(),
-                );
-            }
-        });
-    }
-
-    fn prefetch_scales<S: Simd>(&self, s: S, partition: usize) {
-        if F::QUANTIZED {
-            self.scale_runs(partition, |_, from, _, n| {
-                for i in (0..n).step_by(16) {
-                    s.prefetch(from.wrapping_add(i).cast());
-                }
-            });
-        }
-    }
-
-    /// Runs of a partition's scales that lie side by side, of whole tiles up to the last token that any row sees: the
-    /// side, where the first one is, whose token it is, how many there are.
-    fn scale_runs(&self, partition: usize, mut visit: impl FnMut(Side, *const f32, usize, usize)) {
-        let tiles = self.range(partition);
-        let tokens = tiles.start * TILE..(tiles.end * TILE).min(self.item.sees.end);
-        let block_size = self.call.layer.spec().block_size;
-        let mut token = tokens.start;
-        while token < tokens.end {
-            let n = (block_size - token % block_size).min(tokens.end - token);
+    /// Copies the scales of a partition's tiles, those of K, then those of V; up to the last token that any row sees.
+    fn copy_scales(&self, partition: usize, head: usize, to: *mut f32) {
+        let (layer, tiles) = (&self.call.layer, self.range(partition));
+        let block_size = layer.spec().block_size;
+        let first = tiles.start * TILE;
+        for token in first..(tiles.end * TILE).min(self.item.sees.end) {
             let block = self.blocks[token / block_size] as usize;
-            for side in [Side::Key, Side::Value] {
-                // SAFETY: as in `direct`; a quantized layer has scales.
-                let from = unsafe {
-                    self.call
-                        .layer
-                        .scale(side, block, self.head, token % block_size)
-                };
-                visit(side, from, token, n);
+            for (side, to) in [
+                (Side::Key, to),
+                (Side::Value, to.wrapping_add(tiles.len() * TILE)),
+            ] {
+                // SAFETY: as in `locate`; the buffer has room for those of a partition.
+                unsafe {
+                    let scale = layer.scale(side, block, head, token % block_size);
+                    *to.add(token - first) = scale.read_unaligned();
+                }
             }
-            token += n;
         }
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::simd::Simd;
 
 use super::format::{Format, Parts};
-use super::kernel::{FEW_ROWS, MANY_ROWS, Partition, SCORES};
+use super::kernel::{FEW_ROWS, Partition, SCORES, repeats};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::{PARTITION, intersection};
@@ -86,7 +86,7 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
                     // SAFETY: the caller's promise.
                     unsafe {
                         $(if const { $width <= Widest::<S, F, R>::WIDTH } && $width == width {
-                                            if const { R >= MANY_ROWS } && p.tiles.is_prefetched() {
+                            if const { repeats::<S, F>(R) } && p.tiles.is_prefetched() {
                                 chunk.run::<S, F, $width, false>(s, c);
                             } else {
                                 chunk.run::<S, F, $width, true>(s, c);

@@ -50,7 +50,7 @@ pub(super) unsafe fn adjust<S: Simd, F: Format>(
             let at = scores.add(x * S::LANES);
             let mut score = s.load(at);
             if F::QUANTIZED {
-                let scale = s.load(p.tiles.key_scales.add(x * S::LANES));
+                let scale = s.load(p.tiles.key_scales(x * S::LANES));
                 let unit = s.mul(scale, s.splat(row.quantum));
                 score = s.mul(s.to_f32(s.load_i32(at)), unit);
             }
@@ -126,7 +126,7 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
             x += 1;
         }
         let quantum = if F::QUANTIZED {
-            quantize::<S, F>(s, tiles.value_scales, scores, sees)
+            quantize::<S, F>(s, tiles, scores, sees)
         } else {
             1.0
         };
@@ -178,7 +178,7 @@ fn seen_lanes<S: Simd>(sees: &Range<usize>, x: usize) -> (usize, usize) {
 #[inline(always)]
 unsafe fn quantize<S: Simd, F: Format>(
     s: S,
-    scales: *const f32,
+    tiles: &Tiles,
     weights: *mut f32,
     sees: &Range<usize>,
 ) -> f32 {
@@ -189,7 +189,7 @@ unsafe fn quantize<S: Simd, F: Format>(
         for x in vectors::<S>(sees) {
             let at = weights.add(x * S::LANES);
             let (from, until) = seen_lanes::<S>(sees, x);
-            let product = s.mul(s.load(at), s.load(scales.add(x * S::LANES)));
+            let product = s.mul(s.load(at), s.load(tiles.value_scales(x * S::LANES)));
             let product = s.select_lanes(from, until, product, zero);
             largest = s.max(largest, product);
             bad = s.fma(product, zero, bad);
