@@ -1,13 +1,18 @@
 //! Threads for attention: one rayon pool per thread count, made on first use and kept.
 //!
 //! The calling thread works too, so a pool for `n` threads has `n - 1` workers, and a call that needs none never
-//! wakes one. Threads do not survive `fork()`: a child that finds its parent's pools makes its own.
+//! wakes one. Nobody waits for workers to wake up, only for those that have begun. Threads do not survive `fork()`: a
+//! child that finds its parent's pools makes its own.
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::process;
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicUsize};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+use std::{hint, mem, process};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -15,6 +20,10 @@ use crate::{Error, Result};
 
 /// More threads than this is taken for a mistake.
 const MAX_THREADS: usize = 1024;
+
+/// How long a caller watches the last workers before it sleeps. Each has one piece left at most, but one that waits for
+/// this very core gets it only then.
+const SPIN: Duration = Duration::from_micros(5);
 
 /// The pools of one process, by thread count.
 struct Registry {
@@ -40,18 +49,96 @@ fn available() -> usize {
     *AVAILABLE.get_or_init(|| thread::available_parallelism().map_or(1, Into::into))
 }
 
-/// Runs `work` on `num_threads` threads at once, this one among them, and returns when all are done.
+/// Runs `work` on up to `num_threads` threads at once, this one among them, and returns when all that began are done.
 ///
-/// `work` is expected to claim pieces until none is left; where workers cannot be had, fewer threads run it.
+/// `work` is expected to claim pieces until none is left. Short work is over before a sleeping worker wakes up: one
+/// that comes after this thread has returned from `work` finds the door closed, and nobody waits for it.
 pub(crate) fn run(num_threads: usize, work: impl Fn() + Sync) {
     match (num_threads > 1).then(|| pool(num_threads)).flatten() {
         None => work(),
-        Some(pool) => pool.in_place_scope(|scope| {
-            for _ in 1..num_threads {
-                scope.spawn(|_| work());
+        Some(pool) => share(&pool, num_threads - 1, &work),
+    }
+}
+
+fn share(pool: &ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
+    let call = Arc::new(Call {
+        door: AtomicUsize::new(0),
+        // SAFETY: a pointer may outlive what it points to; `Call::help` sees to it that none is followed then.
+        work: unsafe { mem::transmute::<*const (dyn Fn() + Sync + '_), Work>(work) },
+        caller: thread::current(),
+        panic: Mutex::default(),
+    });
+    let open = OpenDoor(&call);
+    for _ in 0..helpers {
+        let call = Arc::clone(&call);
+        pool.spawn(move || call.help());
+    }
+    work();
+    drop(open);
+    if let Some(panic) = call.panic().take() {
+        panic::resume_unwind(panic);
+    }
+}
+
+/// What a worker is to run, for as long as its call's door is open or it is inside.
+type Work = *const (dyn Fn() + Sync);
+
+/// One call of [`run`], which workers may hear of when it is over.
+struct Call {
+    /// How many workers are in `work`, and [`CLOSED`] once no more may enter.
+    door: AtomicUsize,
+    work: Work,
+    caller: Thread,
+    /// The first panic of a worker.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
+// SAFETY: `work` points to something `Sync`, the rest is `Send` and `Sync` by itself.
+unsafe impl Send for Call {}
+// SAFETY: see above.
+unsafe impl Sync for Call {}
+
+impl Call {
+    /// A worker's part.
+    fn help(&self) {
+        let enter = |door| (door & CLOSED == 0).then_some(door + 1);
+        if self.door.fetch_update(Acquire, Relaxed, enter).is_err() {
+            return;
+        }
+        // SAFETY: this worker entered before the door was closed, and until it has left, `OpenDoor` keeps the caller,
+        // also an unwinding one, in `share`, which borrows what this points to.
+        let work = unsafe { &*self.work };
+        if let Err(panic) = panic::catch_unwind(AssertUnwindSafe(work)) {
+            self.panic().get_or_insert(panic);
+        }
+        if self.door.fetch_sub(1, Release) == CLOSED + 1 {
+            self.caller.unpark();
+        }
+    }
+
+    fn panic(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
+        self.panic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Dropped, closes the door and waits for the workers inside.
+struct OpenDoor<'a>(&'a Call);
+
+impl Drop for OpenDoor<'_> {
+    fn drop(&mut self) {
+        if self.0.door.fetch_or(CLOSED, Acquire) & !CLOSED == 0 {
+            return;
+        }
+        let closed = Instant::now();
+        while self.0.door.load(Acquire) != CLOSED {
+            if closed.elapsed() < SPIN {
+                hint::spin_loop();
+            } else {
+                thread::park();
             }
-            work();
-        }),
+        }
     }
 }
 
@@ -78,7 +165,7 @@ fn registry() -> &'static Registry {
     static CURRENT: AtomicPtr<Registry> = AtomicPtr::new(std::ptr::null_mut());
     let process = process::id();
     loop {
-        let seen = CURRENT.load(Ordering::Acquire);
+        let seen = CURRENT.load(Acquire);
         // SAFETY: the pointer is null or came from `Box::leak` below, so it is valid for ever.
         if let Some(registry) = unsafe { seen.as_ref() }.filter(|r| r.process == process) {
             return registry;
@@ -88,6 +175,130 @@ fn registry() -> &'static Registry {
             pools: Mutex::default(),
         }));
         // The loser of a race leaks an empty registry, once in a process's life.
-        let _ = CURRENT.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire);
+        let _ = CURRENT.compare_exchange(seen, fresh, AcqRel, Acquire);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// Pieces of work, and how often each was done.
+    struct Pieces {
+        next: AtomicUsize,
+        done: Vec<AtomicUsize>,
+    }
+
+    impl Pieces {
+        fn new(n: usize) -> Self {
+            Self {
+                next: AtomicUsize::new(0),
+                done: (0..n).map(|_| AtomicUsize::new(0)).collect(),
+            }
+        }
+
+        fn work(&self) {
+            while let Some(piece) = self.done.get(self.next.fetch_add(1, Relaxed)) {
+                thread::yield_now();
+                piece.fetch_add(1, Relaxed);
+            }
+        }
+
+        fn assert_done(&self) {
+            assert!(self.done.iter().all(|n| n.load(Relaxed) == 1));
+        }
+    }
+
+    /// Calls `run` for this thread and one worker, which begin together.
+    fn run_both(caller: impl Fn() + Sync, worker: impl Fn() + Sync) -> thread::Result<()> {
+        let (both, me) = (Barrier::new(2), thread::current().id());
+        panic::catch_unwind(AssertUnwindSafe(|| {
+            run(2, || {
+                both.wait();
+                if thread::current().id() == me {
+                    caller();
+                } else {
+                    worker();
+                }
+            });
+        }))
+    }
+
+    #[test]
+    fn each_piece_is_done_once_before_the_call_returns() {
+        thread::scope(|scope| {
+            for caller in 0..6 {
+                scope.spawn(move || {
+                    for round in 0..500 {
+                        let pieces = Pieces::new(round % 7);
+                        run(1 + (caller + round) % 5, || pieces.work());
+                        pieces.assert_done();
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn calls_in_calls_do_not_wait_for_each_other() {
+        let outer = Pieces::new(100);
+        run(2, || {
+            let inner = Pieces::new(3);
+            run(2, || {
+                inner.work();
+                run(3, || outer.work());
+            });
+            inner.assert_done();
+        });
+        outer.assert_done();
+    }
+
+    #[test]
+    fn a_worker_that_comes_late_is_not_waited_for_and_does_nothing() {
+        let (busy, free) = (Barrier::new(3), Barrier::new(3));
+        let (pool, calls) = (pool(2).unwrap(), AtomicUsize::new(0));
+        // Outlives the call, so that a worker that does run it can be seen.
+        let work = || {
+            calls.fetch_add(1, Relaxed);
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                run(2, || {
+                    busy.wait();
+                    free.wait();
+                });
+            });
+            busy.wait();
+            share(&pool, 1, &work);
+            free.wait();
+        });
+        // The only worker takes jobs in the order in which they came.
+        pool.install(|| ());
+        assert_eq!(calls.load(Relaxed), 1);
+    }
+
+    #[test]
+    fn a_panic_surfaces_when_nobody_works_any_more() {
+        let panic = |who: &'static str| panic::resume_unwind(Box::new(who));
+        let finished = AtomicBool::new(false);
+        let finish = || {
+            for _ in 0..1000 {
+                thread::yield_now();
+            }
+            finished.store(true, Relaxed);
+        };
+        let who = |result: thread::Result<()>| *result.unwrap_err().downcast::<&str>().unwrap();
+
+        assert_eq!(who(run_both(finish, || panic("worker"))), "worker");
+        assert!(finished.swap(false, Relaxed));
+        assert_eq!(who(run_both(|| panic("caller"), finish)), "caller");
+        assert!(finished.swap(false, Relaxed));
+        let both = run_both(|| panic("caller"), || panic("worker"));
+        assert_eq!(who(both), "caller");
+        run_both(|| (), finish).unwrap();
+        assert!(finished.into_inner());
     }
 }
