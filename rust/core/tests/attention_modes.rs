@@ -74,7 +74,7 @@ impl Case {
         let heads = Heads {
             query: 8,
             kv: 4,
-            dim: 24,
+            dim: 40,
         };
         let sequence = Sequence {
             text: Text::own(0),

@@ -40,8 +40,12 @@ const READ_COST: usize = 8;
 /// Least cost worth an item of its own: a partition read for one row.
 const MIN_ITEM_COST: usize = PARTITION * READ_COST;
 
-/// Work (cost times head_dim, all heads) that one thread finishes before another would have woken up.
-const INLINE_WORK: usize = 1 << 19;
+/// Work (cost times head_dim, all heads) that one thread does alone, some 15 to 45 microseconds: to wake another takes it
+/// 10, and the other is there only after 20 more.
+const INLINE_WORK: usize = 1 << 20;
+
+/// Work that is over before another thread would have noticed that it may run.
+const BRIEF_WORK: usize = 1 << 19;
 
 /// A segment whose records would take more floats than this is not split: memory is worth more than balance.
 const MAX_SPLIT_FLOATS: usize = 1 << 24;
@@ -164,7 +168,7 @@ pub(super) struct Schedule {
     pub(super) counters: usize,
     /// Whether one thread does it all: there is little, or only one.
     pub(super) inline: bool,
-    /// Whether the call is over before another thread would have noticed that it may run.
+    /// Whether the call is too short for another thread to profit from what this one could let go of.
     pub(super) brief: bool,
 }
 
@@ -370,15 +374,16 @@ impl Schedule {
             counters += 1;
         }
         let cost: usize = items.iter().map(|i| i.cost).sum();
-        let brief = cost * plan.shape.num_kv_heads * plan.shape.head_dim <= INLINE_WORK;
+        let work = cost * plan.shape.num_kv_heads * plan.shape.head_dim;
+        let one_item = items.len() * plan.shape.num_kv_heads == 1;
         Self {
-            inline: brief || plan.threads == 1 || items.len() * plan.shape.num_kv_heads == 1,
+            inline: work <= INLINE_WORK || plan.threads == 1 || one_item,
             many_rows: items.partition_point(|i| i.rows > SEVERAL_HEADS_ROWS),
             units,
             items,
             records,
             counters,
-            brief,
+            brief: work <= BRIEF_WORK,
         }
     }
 }
