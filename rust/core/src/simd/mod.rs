@@ -106,7 +106,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
-    /// The larger of two; unspecified where either is NaN.
+    /// The larger of two; NaN where `b` is, and unspecified where only `a` is.
     fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a * b + c`, fused where the hardware can.
     fn fma(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
