@@ -25,7 +25,7 @@ use super::rows::Row;
 use super::scores::scores;
 use super::tiles::Tiles;
 use super::values::values;
-use super::weights::{adjust, maximum, weights};
+use super::weights::{maximum, quantize, weights};
 
 /// Rows of the largest row tile.
 pub(super) const MAX_ROWS: usize = matrix::ROWS;
@@ -145,22 +145,29 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
             } else {
                 scores::<S, F, R, V>(s, &p, &seen);
             }
-            // All maxima first: none then waits for another row's.
-            let (mut maxima, mut quanta) = ([f32::NEG_INFINITY; R], [1.0; R]);
+            // All maxima first, and all units before their use: none then waits for another row's.
+            let mut maxima = [f32::NEG_INFINITY; R];
+            let (mut units, mut quanta) = ([1.0; R], [1.0; R]);
             for (r, row) in p.rows.iter().take(R).enumerate() {
                 let scores = p.scores.add(r * SCORES);
                 if !sees[r].is_empty() {
-                    adjust::<S, F>(s, &p, row, scores, &sees[r]);
-                    maxima[r] = maximum(s, scores, &sees[r]);
+                    maxima[r] = maximum::<S, F>(s, &p, row, scores, &sees[r]);
                 }
             }
             for r in 0..p.rows.len().min(R) {
                 let mut l = 0.0;
                 if !sees[r].is_empty() {
                     let scores = p.scores.add(r * SCORES);
-                    (l, quanta[r]) = weights::<S, F>(s, p.tiles, scores, &sees[r], maxima[r]);
+                    let unit;
+                    (l, unit) = weights::<S, F>(s, p.tiles, scores, &sees[r], maxima[r]);
+                    (units[r], quanta[r]) = unit;
                 }
                 record(r).set_statistics(maxima[r], l);
+            }
+            if F::QUANTIZED {
+                for r in 0..p.rows.len().min(R) {
+                    quantize::<S, F>(s, p.scores.add(r * SCORES), &sees[r], units[r]);
+                }
             }
             if const { Matrix::<S, F>::USED } {
                 matrix::values(s, &p, &seen, &sees);

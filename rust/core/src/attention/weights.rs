@@ -18,12 +18,35 @@ fn vectors<S: Simd>(span: &Range<usize>) -> Range<usize> {
     span.start / S::LANES..span.end.div_ceil(S::LANES)
 }
 
+/// Whether vectors `x..x + n` are seen as a whole. The usual case needs no lanes selected.
+#[inline(always)]
+fn seen_wholly<S: Simd>(sees: &Range<usize>, x: usize, n: usize) -> bool {
+    sees.start <= x * S::LANES && (x + n) * S::LANES <= sees.end
+}
+
+/// The scores of a vector of integer sums.
+#[inline(always)]
+unsafe fn scaled<S: Simd>(
+    s: S,
+    p: &Partition<'_>,
+    row: &Row,
+    scores: *const f32,
+    x: usize,
+) -> S::F32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let scale = s.load(p.tiles.key_scales(x * S::LANES));
+        let unit = s.mul(scale, s.splat(row.quantum));
+        s.mul(s.to_f32(s.load_i32(scores.add(x * S::LANES))), unit)
+    }
+}
+
 /// What the options make of a row's scores, in place; and of the integer sums of quantized caches, scores.
 ///
 /// # Safety
 /// `scores` has a partition of them, `sees` is inside the partition.
 #[inline(always)]
-pub(super) unsafe fn adjust<S: Simd, F: Format>(
+unsafe fn adjust<S: Simd, F: Format>(
     s: S,
     p: &Partition<'_>,
     row: &Row,
@@ -31,9 +54,6 @@ pub(super) unsafe fn adjust<S: Simd, F: Format>(
     sees: &Range<usize>,
 ) {
     let (softcap, alibi) = (p.options.softcap, p.options.alibi_slopes.is_some());
-    if !F::QUANTIZED && softcap.is_none() && !alibi {
-        return;
-    }
     const LANE: [f32; MAX_LANES] = {
         let (mut lanes, mut i) = ([0.0; MAX_LANES], 0);
         while i < MAX_LANES {
@@ -48,12 +68,11 @@ pub(super) unsafe fn adjust<S: Simd, F: Format>(
         // SAFETY: the vector is inside the partition.
         unsafe {
             let at = scores.add(x * S::LANES);
-            let mut score = s.load(at);
-            if F::QUANTIZED {
-                let scale = s.load(p.tiles.key_scales(x * S::LANES));
-                let unit = s.mul(scale, s.splat(row.quantum));
-                score = s.mul(s.to_f32(s.load_i32(at)), unit);
-            }
+            let mut score = if F::QUANTIZED {
+                scaled(s, p, row, scores, x)
+            } else {
+                s.load(at)
+            };
             if let Some(cap) = softcap {
                 score = s.mul(tanh(s, s.div(score, s.splat(cap))), s.splat(cap));
             }
@@ -68,40 +87,104 @@ pub(super) unsafe fn adjust<S: Simd, F: Format>(
     }
 }
 
-/// The largest score that a row sees. Hidden ones of vectors that it sees a part of become minus infinity.
+/// Makes a row's sums its scores, in place, and returns the largest that it sees. Hidden ones of vectors that it sees a
+/// part of become minus infinity.
 ///
 /// # Safety
-/// `scores` has a partition of them, `sees` is inside the partition and not empty.
+/// `scores` has a partition of sums, `sees` is inside the partition and not empty.
 #[inline(always)]
-pub(super) unsafe fn maximum<S: Simd>(s: S, scores: *mut f32, sees: &Range<usize>) -> f32 {
-    let hidden = s.splat(f32::NEG_INFINITY);
-    let all = vectors::<S>(sees);
+pub(super) unsafe fn maximum<S: Simd, F: Format>(
+    s: S,
+    p: &Partition<'_>,
+    row: &Row,
+    scores: *mut f32,
+    sees: &Range<usize>,
+) -> f32 {
     // SAFETY: the caller's promise.
     unsafe {
-        for x in [all.start, all.end - 1] {
-            let at = scores.add(x * S::LANES);
-            let (from, until) = seen_lanes::<S>(sees, x);
-            s.store(at, s.select_lanes(from, until, s.load(at), hidden));
+        if p.options.softcap.is_some() || p.options.alibi_slopes.is_some() {
+            adjust::<S, F>(s, p, row, scores, sees);
+        } else if F::QUANTIZED {
+            return largest::<S, true>(s, p, row, scores, sees);
         }
-        // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are minus
-        // infinity, so are their distances to it, and their weights 0.
-        let (mut most, mut x) = ([s.splat(f32::MIN); 4], all.start);
+        largest::<S, false>(s, p, row, scores, sees)
+    }
+}
+
+/// The same, after `adjust` or instead of it; `SCALE` says that there are integer sums still.
+#[inline(always)]
+unsafe fn largest<S: Simd, const SCALE: bool>(
+    s: S,
+    p: &Partition<'_>,
+    row: &Row,
+    scores: *mut f32,
+    sees: &Range<usize>,
+) -> f32 {
+    let all = vectors::<S>(sees);
+    // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are minus
+    // infinity, so are their distances to it, and their weights 0.
+    let (mut most, mut x) = ([s.splat(f32::MIN); 4], all.start);
+    // SAFETY: the caller's promise.
+    unsafe {
         while x + 4 <= all.end {
+            let whole = seen_wholly::<S>(sees, x, 4);
             for i in 0..4 {
-                most[i] = s.max(most[i], s.load(scores.add((x + i) * S::LANES)));
+                let score = score::<S, SCALE>(s, p, row, scores, sees, x + i, whole);
+                most[i] = s.max(most[i], score);
             }
             x += 4;
         }
         while x < all.end {
-            most[0] = s.max(most[0], s.load(scores.add(x * S::LANES)));
+            let whole = seen_wholly::<S>(sees, x, 1);
+            let score = score::<S, SCALE>(s, p, row, scores, sees, x, whole);
+            most[0] = s.max(most[0], score);
             x += 1;
         }
-        s.maximum(s.max(s.max(most[0], most[1]), s.max(most[2], most[3])))
+    }
+    s.maximum(s.max(s.max(most[0], most[1]), s.max(most[2], most[3])))
+}
+
+/// One vector of that.
+#[inline(always)]
+unsafe fn score<S: Simd, const SCALE: bool>(
+    s: S,
+    p: &Partition<'_>,
+    row: &Row,
+    scores: *mut f32,
+    sees: &Range<usize>,
+    x: usize,
+    whole: bool,
+) -> S::F32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at = scores.add(x * S::LANES);
+        let mut score = if SCALE {
+            scaled(s, p, row, scores, x)
+        } else {
+            s.load(at)
+        };
+        if !whole {
+            let (from, until) = seen_lanes::<S>(sees, x);
+            score = s.select_lanes(from, until, score, s.splat(f32::NEG_INFINITY));
+        }
+        if SCALE || !whole {
+            s.store(at, score);
+        }
+        score
     }
 }
 
-/// One row's scores to weights, in place, by their maximum; returns the weights' sum, and what one unit of a quantized
-/// weight stands for. Hidden slots of vectors that it sees a part of get weight 0.
+/// Of a row's weights, the sum; and of quantized ones' products with the values' scales, the largest, and NaN if there is
+/// NaN or infinity among them, else 0 (see [`quantum`]).
+struct Sums<V> {
+    weights: V,
+    largest: V,
+    bad: V,
+}
+
+/// One row's scores to weights, in place, by their maximum; returns the weights' sum. Hidden slots of vectors that it sees
+/// a part of get weight 0. Weights of quantized caches are multiplied by the scales of their values and left for
+/// [`quantize`]: what to multiply them by comes second, and what one unit then stands for.
 ///
 /// # Safety
 /// As for [`maximum`], which has been there.
@@ -112,40 +195,49 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
     scores: *mut f32,
     sees: &Range<usize>,
     maximum: f32,
-) -> (f32, f32) {
+) -> (f32, (f32, f32)) {
     let all = vectors::<S>(sees);
+    let (zero, mut x) = (s.splat(0.0), all.start);
+    let mut sums = Sums {
+        weights: zero,
+        largest: zero,
+        bad: zero,
+    };
     // SAFETY: the caller's promise. Smaller weights are written below the scores still to be read.
     unsafe {
-        let (mut l, mut x) = (s.splat(0.0), all.start);
         while x + 4 <= all.end {
-            l = exponentials::<S, F, 4>(s, scores, x, maximum, l);
+            exponentials::<S, F, 4>(s, tiles, scores, sees, x, maximum, &mut sums);
             x += 4;
         }
         while x < all.end {
-            l = exponentials::<S, F, 1>(s, scores, x, maximum, l);
+            exponentials::<S, F, 1>(s, tiles, scores, sees, x, maximum, &mut sums);
             x += 1;
         }
-        let quantum = if F::QUANTIZED {
-            quantize::<S, F>(s, tiles, scores, sees)
-        } else {
-            1.0
-        };
-        (s.sum(l), quantum)
     }
+    let unit = if F::QUANTIZED {
+        quantum(s.maximum(sums.largest), MAX_WEIGHT, s.sum(sums.bad))
+    } else {
+        (1.0, 1.0)
+    };
+    (s.sum(sums.weights), unit)
 }
 
-/// `N` vectors of scores from vector `x` on to weights, which are added to `l`.
+/// `N` vectors of scores from vector `x` on to weights, or products.
 #[inline(always)]
 unsafe fn exponentials<S: Simd, F: Format, const N: usize>(
     s: S,
+    tiles: &Tiles,
     scores: *mut f32,
+    sees: &Range<usize>,
     x: usize,
     maximum: f32,
-    mut l: S::F32,
-) -> S::F32 {
+    sums: &mut Sums<S::F32>,
+) {
+    let zero = s.splat(0.0);
+    let whole = seen_wholly::<S>(sees, x, N);
     // SAFETY: the caller's promise.
     unsafe {
-        let mut weights = [l; N];
+        let mut weights = [zero; N];
         for i in 0..N {
             let score = s.load(scores.add((x + i) * S::LANES));
             weights[i] = s.sub(score, s.splat(maximum));
@@ -153,15 +245,23 @@ unsafe fn exponentials<S: Simd, F: Format, const N: usize>(
         weights = exps(s, weights);
         for i in 0..N {
             let first = (x + i) * S::LANES;
-            l = s.add(l, weights[i]);
-            if F::QUANTIZED {
-                s.store(scores.add(first), weights[i]);
-            } else {
+            sums.weights = s.add(sums.weights, weights[i]);
+            if !F::QUANTIZED {
                 F::store_weights(s, scores.cast(), first, weights[i]);
+                continue;
             }
+            let mut product = s.mul(weights[i], s.load(tiles.value_scales(first)));
+            if !whole {
+                // A hidden value's scale may be anything.
+                let (from, until) = seen_lanes::<S>(sees, x + i);
+                product = s.select_lanes(from, until, product, zero);
+            }
+            sums.largest = s.max(sums.largest, product);
+            // Unlike a product with 0, this leaves multipliers to others.
+            sums.bad = s.add(sums.bad, s.sub(product, product));
+            s.store(scores.add(first), product);
         }
     }
-    l
 }
 
 /// Lanes of vector `x` that are seen.
@@ -174,37 +274,23 @@ fn seen_lanes<S: Simd>(sees: &Range<usize>, x: usize) -> (usize, usize) {
     )
 }
 
-/// Multiplies weights by the scales of their values, and quantizes the products; returns their unit.
+/// Rounds what [`weights`] left to multiples of a unit, of which `units` are 1.
+///
+/// # Safety
+/// As for [`weights`].
 #[inline(always)]
-unsafe fn quantize<S: Simd, F: Format>(
+pub(super) unsafe fn quantize<S: Simd, F: Format>(
     s: S,
-    tiles: &Tiles,
     weights: *mut f32,
     sees: &Range<usize>,
-) -> f32 {
-    let zero = s.splat(0.0);
-    let (mut largest, mut bad) = (zero, zero);
-    // SAFETY: the caller's promise.
-    unsafe {
-        for x in vectors::<S>(sees) {
-            let at = weights.add(x * S::LANES);
-            let (from, until) = seen_lanes::<S>(sees, x);
-            let product = s.mul(s.load(at), s.load(tiles.value_scales(x * S::LANES)));
-            let product = s.select_lanes(from, until, product, zero);
-            largest = s.max(largest, product);
-            bad = s.fma(product, zero, bad);
-            s.store(at, product);
-        }
-        let (units, quantum) = quantum(s.maximum(largest), MAX_WEIGHT, s.sum(bad));
-        for x in vectors::<S>(sees) {
+    units: f32,
+) {
+    for x in vectors::<S>(sees) {
+        // SAFETY: the caller's promise. Smaller weights are written below the products still to be read.
+        unsafe {
             let product = s.load(weights.add(x * S::LANES));
-            F::store_weights(
-                s,
-                weights.cast(),
-                x * S::LANES,
-                s.mul(product, s.splat(units)),
-            );
+            let weight = s.mul(product, s.splat(units));
+            F::store_weights(s, weights.cast(), x * S::LANES, weight);
         }
-        quantum
     }
 }
