@@ -1,5 +1,5 @@
-//! One work item, for one KV head or some: its rows and their queries, its tiles, a partition at a time through the kernel, and what becomes of
-//! the results.
+//! One work item, for one KV head or some: its rows and their queries, its tiles, a partition at a time through the kernel,
+//! and what becomes of the results.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -68,8 +68,8 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// How many heads a job of few rows takes: several of an int8 cache, whose scales of a block's heads are neighbours,
-    /// a line each, if there are jobs enough. (Other caches gain nothing by it.)
+    /// How many heads a job of few rows takes: several of an int8 cache, in which the scales of a block's heads are
+    /// neighbours, a line each, if there are jobs enough. (Others gain nothing by it.)
     fn heads<F: Format>(call: &Call<'_>) -> usize {
         let all = call.plan.shape().num_kv_heads;
         let jobs = |n: usize| call.schedule.items.len() * all / n;

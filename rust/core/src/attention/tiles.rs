@@ -206,7 +206,7 @@ impl<'a, F: Format> Source<'a, F> {
             }
         }
         tiles.prefetched();
-        // What was asked for while K was packed is left out where V is not.
+        // What was asked for while tiles were packed is left out.
         let slots = tiles.ahead[..2 * count].iter_mut();
         for (slot, &ahead) in slots.zip(ahead).skip(asked) {
             *slot = ahead;
@@ -237,8 +237,8 @@ impl<'a, F: Format> Source<'a, F> {
         });
     }
 
-    /// Lists the tiles of a partition that any row sees, all heads', in the order of memory: block by block, head by head,
-    /// K before V. Only where they are contiguous; asks for their scales at once.
+    /// Lists the tiles of a partition that any row sees, of some heads, in the order of memory: block by block, head by
+    /// head, K before V. Only where they are contiguous; asks for their scales at once.
     pub(super) fn list<S: Simd>(
         &self,
         s: S,

@@ -121,8 +121,8 @@ unsafe fn largest<S: Simd, const SCALE: bool>(
     sees: &Range<usize>,
 ) -> f32 {
     let all = vectors::<S>(sees);
-    // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are minus
-    // infinity, so are their distances to it, and their weights 0.
+    // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are
+    // minus infinity, so are their distances to it, and their weights 0.
     let (mut most, mut x) = ([s.splat(f32::MIN); 4], all.start);
     // SAFETY: the caller's promise.
     unsafe {
@@ -174,8 +174,8 @@ unsafe fn score<S: Simd, const SCALE: bool>(
     }
 }
 
-/// Of a row's weights, the sum; and of quantized ones' products with the values' scales, the largest, and NaN if there is
-/// NaN or infinity among them, else 0 (see [`quantum`]).
+/// Of a row's weights, the sum; and of quantized ones' products with the values' scales, the largest, and NaN if there
+/// is NaN or infinity among them, else 0 (see [`quantum`]).
 struct Sums<V> {
     weights: V,
     largest: V,
