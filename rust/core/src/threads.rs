@@ -21,14 +21,36 @@ use crate::{Error, Result};
 /// More threads than this is taken for a mistake.
 const MAX_THREADS: usize = 1024;
 
-/// How long a caller watches the last workers before it sleeps. Each has one piece left at most, but one that waits for
+/// How long a caller watches the last workers before it sleeps. Each has two pieces left at most, but one that waits for
 /// this very core gets it only then.
 const SPIN: Duration = Duration::from_micros(5);
+
+/// Jobs for each worker that may wait for one: whoever calls while workers are held elsewhere does the work alone, and
+/// leaves no more behind.
+const MOST_WAITING: usize = 4;
 
 /// The pools of one process, by thread count.
 struct Registry {
     process: u32,
-    pools: Mutex<BTreeMap<usize, Arc<ThreadPool>>>,
+    pools: Mutex<BTreeMap<usize, Arc<Workers>>>,
+}
+
+/// Workers, and how many jobs are posted that none has begun.
+struct Workers {
+    pool: ThreadPool,
+    waiting: AtomicUsize,
+}
+
+impl Workers {
+    /// `None` where the system has no threads to give.
+    fn new(count: usize) -> Option<Arc<Self>> {
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(count)
+            .thread_name(|i| format!("leafkv-{i}"))
+            .build();
+        let (pool, waiting) = (pool.ok()?, AtomicUsize::new(0));
+        Some(Arc::new(Self { pool, waiting }))
+    }
 }
 
 /// A thread count that a caller asked for, checked: `None` stands for all that this process may use.
@@ -54,13 +76,13 @@ fn available() -> usize {
 /// `work` is expected to claim pieces until none is left. Short work is over before a sleeping worker wakes up: one
 /// that comes after this thread has returned from `work` finds the door closed, and nobody waits for it.
 pub(crate) fn run(num_threads: usize, work: impl Fn() + Sync) {
-    match (num_threads > 1).then(|| pool(num_threads)).flatten() {
+    match (num_threads > 1).then(|| workers(num_threads)).flatten() {
         None => work(),
-        Some(pool) => share(&pool, num_threads - 1, &work),
+        Some(workers) => share(&workers, num_threads - 1, &work),
     }
 }
 
-fn share(pool: &ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
+fn share(workers: &Arc<Workers>, helpers: usize, work: &(dyn Fn() + Sync)) {
     let call = Arc::new(Call {
         door: AtomicUsize::new(0),
         // SAFETY: a pointer may outlive what it points to; `Call::help` sees to it that none is followed then.
@@ -70,8 +92,15 @@ fn share(pool: &ThreadPool, helpers: usize, work: &(dyn Fn() + Sync)) {
     });
     let open = OpenDoor(&call);
     for _ in 0..helpers {
-        let call = Arc::clone(&call);
-        pool.spawn(move || call.help());
+        if workers.waiting.fetch_add(1, Relaxed) >= MOST_WAITING * helpers {
+            workers.waiting.fetch_sub(1, Relaxed);
+            break;
+        }
+        let (call, all) = (Arc::clone(&call), Arc::clone(workers));
+        workers.pool.spawn(move || {
+            all.waiting.fetch_sub(1, Relaxed);
+            call.help();
+        });
     }
     work();
     drop(open);
@@ -114,6 +143,7 @@ impl Call {
             self.panic().get_or_insert(panic);
         }
         if self.door.fetch_sub(1, Release) == CLOSED + 1 {
+            // If it has left already, some later `park` of its returns at once, as any may.
             self.caller.unpark();
         }
     }
@@ -142,21 +172,17 @@ impl Drop for OpenDoor<'_> {
     }
 }
 
-fn pool(num_threads: usize) -> Option<Arc<ThreadPool>> {
+fn workers(num_threads: usize) -> Option<Arc<Workers>> {
     let mut pools = registry()
         .pools
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
-    if let Some(pool) = pools.get(&num_threads) {
-        return Some(Arc::clone(pool));
+    if let Some(workers) = pools.get(&num_threads) {
+        return Some(Arc::clone(workers));
     }
-    let pool = ThreadPoolBuilder::new()
-        .num_threads(num_threads - 1)
-        .thread_name(|i| format!("leafkv-{i}"))
-        .build();
-    let pool = Arc::new(pool.ok()?);
-    pools.insert(num_threads, Arc::clone(&pool));
-    Some(pool)
+    let workers = Workers::new(num_threads - 1)?;
+    pools.insert(num_threads, Arc::clone(&workers));
+    Some(workers)
 }
 
 /// This process's registry. One that a parent process left behind is abandoned, never locked or dropped: its mutex may
@@ -212,11 +238,12 @@ mod tests {
         }
     }
 
-    /// Calls `run` for this thread and one worker, which begin together.
+    /// Shares work between this thread and a worker of its own, which begin together.
     fn run_both(caller: impl Fn() + Sync, worker: impl Fn() + Sync) -> thread::Result<()> {
         let (both, me) = (Barrier::new(2), thread::current().id());
+        let workers = Workers::new(1).unwrap();
         panic::catch_unwind(AssertUnwindSafe(|| {
-            run(2, || {
+            share(&workers, 1, &|| {
                 both.wait();
                 if thread::current().id() == me {
                     caller();
@@ -259,25 +286,29 @@ mod tests {
     #[test]
     fn a_worker_that_comes_late_is_not_waited_for_and_does_nothing() {
         let (busy, free) = (Barrier::new(3), Barrier::new(3));
-        let (pool, calls) = (pool(2).unwrap(), AtomicUsize::new(0));
+        let (workers, calls) = (Workers::new(1).unwrap(), AtomicUsize::new(0));
         // Outlives the call, so that a worker that does run it can be seen.
         let work = || {
             calls.fetch_add(1, Relaxed);
         };
         thread::scope(|scope| {
             scope.spawn(|| {
-                run(2, || {
+                share(&workers, 1, &|| {
                     busy.wait();
                     free.wait();
                 });
             });
             busy.wait();
-            share(&pool, 1, &work);
+            for _ in 0..100 {
+                share(&workers, 1, &work);
+                assert!(workers.waiting.load(Relaxed) <= MOST_WAITING);
+            }
             free.wait();
         });
         // The only worker takes jobs in the order in which they came.
-        pool.install(|| ());
-        assert_eq!(calls.load(Relaxed), 1);
+        workers.pool.install(|| ());
+        assert_eq!(calls.load(Relaxed), 100);
+        assert_eq!(workers.waiting.load(Relaxed), 0);
     }
 
     #[test]

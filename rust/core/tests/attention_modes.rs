@@ -74,7 +74,8 @@ impl Case {
         let heads = Heads {
             query: 8,
             kv: 4,
-            dim: 40,
+            // Not whole vectors; and work for more than one thread, see `INLINE_WORK`.
+            dim: 56,
         };
         let sequence = Sequence {
             text: Text::own(0),

@@ -232,8 +232,8 @@ impl Format for Int8 {
 }
 
 /// How to quantize numbers of which `largest` is the largest magnitude to integers up to `most`: what to multiply them by,
-/// and what one unit then stands for. `bad` is the sum of the numbers times 0, which is NaN if there is NaN or infinity
-/// among them: the unit is then NaN, too.
+/// and what one unit then stands for. `bad` is NaN if there is NaN or infinity among them, else 0: the unit is then
+/// NaN, too.
 #[inline(always)]
 pub(super) fn quantum(largest: f32, most: f32, bad: f32) -> (f32, f32) {
     // Far below what a query or a weight can stand for, and yet its inverse is finite.

@@ -13,7 +13,7 @@ use super::format::{Format, Matrix};
 use super::kernel::{MAX_ROWS, Partition, SCORES};
 use super::matrix;
 use super::merge::Record;
-use super::plan::{ITEMS_PER_THREAD, Item, Unit};
+use super::plan::{Item, Unit};
 use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows, query_words};
 use super::scratch::{Buffer, padded};
 use super::tiles::{Source, TileBuffers};
@@ -52,31 +52,30 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// The `i`-th job of a call. First come the items that take one head at a time, then those that take `heads`. Heads
-    /// are outermost, so that what sequences share stays in the cache.
+    /// The `i`-th job of a call, of `heads` heads each. Heads are outermost, so that what sequences share stays in the
+    /// cache.
     fn nth(call: &Call<'a>, i: usize, heads: usize) -> Option<Self> {
-        let (single, several) = call.schedule.items.split_at(call.schedule.many_rows);
-        let all = call.plan.shape().num_kv_heads;
-        let (items, i, heads) = match i.checked_sub(single.len() * all) {
-            None => (single, i, 1),
-            Some(i) => (several, i, heads),
-        };
+        let items = &call.schedule.items;
         let first = i.checked_div(items.len())? * heads;
-        (first < all).then(|| Self {
+        (first < call.plan.shape().num_kv_heads).then(|| Self {
             item: &items[i % items.len()],
             heads: first..first + heads,
         })
     }
 
-    /// How many heads a job of few rows takes: several of an int8 cache, in which the scales of a block's heads are
-    /// neighbours, a line each, if there are jobs enough. (Others gain nothing by it.)
+    /// How many heads a job takes: several of an int8 cache, in which the scales of a block's heads are neighbours.
+    /// (Others gain nothing by it.)
     fn heads<F: Format>(call: &Call<'_>) -> usize {
         let all = call.plan.shape().num_kv_heads;
-        let jobs = |n: usize| call.schedule.items.len() * all / n;
-        let fits =
-            |&n: &usize| all.is_multiple_of(n) && jobs(n) >= ITEMS_PER_THREAD * call.plan.threads;
-        let most = if F::QUANTIZED { MAX_HEADS } else { 1 };
-        (1..=most).rev().find(fits).unwrap_or(1)
+        let most = if F::QUANTIZED {
+            MAX_HEADS.min(call.schedule.most_heads)
+        } else {
+            1
+        };
+        (1..=most)
+            .rev()
+            .find(|n| all.is_multiple_of(*n))
+            .unwrap_or(1)
     }
 }
 
@@ -167,7 +166,7 @@ fn run_item<'a, S: Simd, F: Format>(
             }
         }
         // Each head asks for as many tiles as it has.
-        let mut asks = w.ahead.chunks(2 * source.count(p));
+        let mut asks = w.ahead.chunks((2 * source.count(p)).max(1));
         for (h, head) in heads.clone().enumerate() {
             let ahead = asks.next().unwrap_or(&[]);
             let mut tiles = source.tiles(s, p, head, ahead, &mut w.tiles);

@@ -1,7 +1,8 @@
 //! The micro-kernel: one tile of rows, one partition; scores, weights, values.
 //!
 //! 1. `scores`: per (row, token) one chain over head_dim, ascending, vectorized across tokens;
-//! 2. `weights`: the row's maximum, `exp(score - maximum)`, and their sum in fixed lanes;
+//! 2. `weights`: the row's maximum, `exp(score - maximum)`, and their sum in fixed lanes; over int8, their products with
+//!    the values' scales, quantized;
 //! 3. `values`: per (row, dimension) one chain over exactly the visible tokens, ascending, from +0.
 //!
 //! A matrix unit does the first and the last of them its own way (`matrix`).
@@ -145,9 +146,9 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
             } else {
                 scores::<S, F, R, V>(s, &p, &seen);
             }
-            // All maxima first, and all units before their use: none then waits for another row's.
+            // All maxima first, and all quanta before their use: none then waits for another row's.
             let mut maxima = [f32::NEG_INFINITY; R];
-            let (mut units, mut quanta) = ([1.0; R], [1.0; R]);
+            let (mut per_one, mut quanta) = ([1.0; R], [1.0; R]);
             for (r, row) in p.rows.iter().take(R).enumerate() {
                 let scores = p.scores.add(r * SCORES);
                 if !sees[r].is_empty() {
@@ -158,15 +159,16 @@ impl<F: Format, const R: usize, const V: usize> Kernel for Tile<'_, F, R, V> {
                 let mut l = 0.0;
                 if !sees[r].is_empty() {
                     let scores = p.scores.add(r * SCORES);
-                    let unit;
-                    (l, unit) = weights::<S, F>(s, p.tiles, scores, &sees[r], maxima[r]);
-                    (units[r], quanta[r]) = unit;
+                    (l, per_one[r], quanta[r]) =
+                        weights::<S, F>(s, p.tiles, scores, &sees[r], maxima[r]);
                 }
                 record(r).set_statistics(maxima[r], l);
             }
             if F::QUANTIZED {
                 for r in 0..p.rows.len().min(R) {
-                    quantize::<S, F>(s, p.scores.add(r * SCORES), &sees[r], units[r]);
+                    if !sees[r].is_empty() {
+                        quantize::<S, F>(s, p.scores.add(r * SCORES), &sees[r], per_one[r]);
+                    }
                 }
             }
             if const { Matrix::<S, F>::USED } {

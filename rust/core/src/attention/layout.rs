@@ -174,7 +174,7 @@ impl<'a> KvLayer<'a> {
     /// # Safety
     /// For `'a`, every element and scale that `spec` and the strides reach is valid memory: readable, initialised, and writable
     /// if the layer is given to [`write_kv`](super::write_kv). While a call runs, nobody else writes a slot that it
-    /// reads or writes.
+    /// reads or writes, nor scales of the 16 slots of a block (0 to 15, 16 to 31, ...) that such a one is among.
     pub unsafe fn new(
         spec: KvSpec,
         key: KvArray,

@@ -138,7 +138,7 @@ impl<'a> Options<'a> {
 }
 
 impl Plan {
-    /// Whether a call of [`attend`] by this plan takes microseconds: not worth waking, or making way for, a thread.
+    /// Whether a call of [`attend`] by this plan takes microseconds: not worth making way for another thread.
     ///
     /// # Errors
     /// As [`attend`], for `options`.

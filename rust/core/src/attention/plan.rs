@@ -28,11 +28,11 @@ pub(super) const PARTITION: usize = 256;
 /// the arithmetic on it, few enough for the rows' outputs to stay in L2 too.
 const ITEM_ROWS: usize = 96;
 
-/// Items of so many rows at most are soon done with what they read: they may take several KV heads at a time.
+/// Where no item has more rows than this, all are soon done with what they read, and may take several KV heads at a time.
 const SEVERAL_HEADS_ROWS: usize = 8;
 
 /// Items that each thread should find, so that none ends long after the others.
-pub(super) const ITEMS_PER_THREAD: usize = 4;
+const ITEMS_PER_THREAD: usize = 4;
 
 /// Cost of reading one token's K and V, counted in rows of arithmetic on them.
 const READ_COST: usize = 8;
@@ -46,6 +46,7 @@ const INLINE_WORK: usize = 1 << 20;
 
 /// Work that is over before another thread would have noticed that it may run.
 const BRIEF_WORK: usize = 1 << 19;
+const _: () = assert!(BRIEF_WORK <= INLINE_WORK);
 
 /// A segment whose records would take more floats than this is not split: memory is worth more than balance.
 const MAX_SPLIT_FLOATS: usize = 1 << 24;
@@ -141,7 +142,7 @@ impl Unit {
     }
 }
 
-/// A run of partitions (of KV heads that are named when it is claimed) and the units that look at it.
+/// A run of partitions (of one KV head or some, named when it is claimed) and the units that look at it.
 #[derive(Debug)]
 pub(super) struct Item {
     pub(super) units: Vec<usize>,
@@ -155,14 +156,13 @@ pub(super) struct Item {
     pub(super) leftmost: bool,
 }
 
-/// The items of a plan under one mask; of those that take one KV head at a time, and of those that take several, the most
-/// expensive first.
+/// The items of a plan under one mask, most expensive first.
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) units: Vec<Unit>,
     pub(super) items: Vec<Item>,
-    /// How many of them, at the front, take one KV head at a time.
-    pub(super) many_rows: usize,
+    /// KV heads that one claim may take of an item: with more, threads would wait for each other in the end.
+    pub(super) most_heads: usize,
     /// Rows' records and counters that one KV head needs.
     pub(super) records: usize,
     pub(super) counters: usize,
@@ -376,9 +376,18 @@ impl Schedule {
         let cost: usize = items.iter().map(|i| i.cost).sum();
         let work = cost * plan.shape.num_kv_heads * plan.shape.head_dim;
         let one_item = items.len() * plan.shape.num_kv_heads == 1;
+        let inline = work <= INLINE_WORK || plan.threads == 1 || one_item;
+        let threads = if inline { 1 } else { plan.threads };
+        let share = cost * plan.shape.num_kv_heads / (threads * ITEMS_PER_THREAD);
+        let most_heads = match items.first() {
+            Some(first) if items.iter().all(|i| i.rows <= SEVERAL_HEADS_ROWS) => {
+                (share / first.cost.max(1)).max(1)
+            }
+            _ => 1,
+        };
         Self {
-            inline: work <= INLINE_WORK || plan.threads == 1 || one_item,
-            many_rows: items.partition_point(|i| i.rows > SEVERAL_HEADS_ROWS),
+            inline,
+            most_heads,
             units,
             items,
             records,
@@ -539,7 +548,7 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
             }
         }
     }
-    items.sort_by_key(|item| Reverse((item.rows > SEVERAL_HEADS_ROWS, item.cost)));
+    items.sort_by_key(|item| Reverse(item.cost));
     items
 }
 

@@ -142,7 +142,7 @@ impl<const R: usize> Chunk<'_, R> {
     unsafe fn run<S: Simd, F: Format, const C: usize, const AHEAD: bool>(&self, s: S, c: usize) {
         let steps = TILE / F::STEP;
         let Range { start, end } = self.tiles;
-        let tile = |step: usize| (step / steps).saturating_sub(self.p.tiles.first);
+        let tile = |step: usize| step / steps - self.p.tiles.first;
         let from = tile(self.all.start + steps - 1).clamp(start, end);
         let until = tile(self.all.end).clamp(from, end);
         for (tiles, whole) in [

@@ -184,7 +184,7 @@ struct Sums<V> {
 
 /// One row's scores to weights, in place, by their maximum; returns the weights' sum. Hidden slots of vectors that it sees
 /// a part of get weight 0. Weights of quantized caches are multiplied by the scales of their values and left for
-/// [`quantize`]: what to multiply them by comes second, and what one unit then stands for.
+/// [`quantize`]: how many quanta there are in 1 comes second, and what one stands for.
 ///
 /// # Safety
 /// As for [`maximum`], which has been there.
@@ -195,7 +195,7 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
     scores: *mut f32,
     sees: &Range<usize>,
     maximum: f32,
-) -> (f32, (f32, f32)) {
+) -> (f32, f32, f32) {
     let all = vectors::<S>(sees);
     let (zero, mut x) = (s.splat(0.0), all.start);
     let mut sums = Sums {
@@ -214,12 +214,12 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
             x += 1;
         }
     }
-    let unit = if F::QUANTIZED {
+    let (per_one, quantum) = if F::QUANTIZED {
         quantum(s.maximum(sums.largest), MAX_WEIGHT, s.sum(sums.bad))
     } else {
         (1.0, 1.0)
     };
-    (s.sum(sums.weights), unit)
+    (s.sum(sums.weights), per_one, quantum)
 }
 
 /// `N` vectors of scores from vector `x` on to weights, or products.
@@ -257,7 +257,7 @@ unsafe fn exponentials<S: Simd, F: Format, const N: usize>(
                 product = s.select_lanes(from, until, product, zero);
             }
             sums.largest = s.max(sums.largest, product);
-            // Unlike a product with 0, this leaves multipliers to others.
+            // Unlike a product with 0, this takes no multiplier, where adders are others.
             sums.bad = s.add(sums.bad, s.sub(product, product));
             s.store(scores.add(first), product);
         }
@@ -274,7 +274,7 @@ fn seen_lanes<S: Simd>(sees: &Range<usize>, x: usize) -> (usize, usize) {
     )
 }
 
-/// Rounds what [`weights`] left to multiples of a unit, of which `units` are 1.
+/// Rounds what [`weights`] left to multiples of a quantum, of which `per_one` are 1.
 ///
 /// # Safety
 /// As for [`weights`].
@@ -283,13 +283,13 @@ pub(super) unsafe fn quantize<S: Simd, F: Format>(
     s: S,
     weights: *mut f32,
     sees: &Range<usize>,
-    units: f32,
+    per_one: f32,
 ) {
     for x in vectors::<S>(sees) {
         // SAFETY: the caller's promise. Smaller weights are written below the products still to be read.
         unsafe {
             let product = s.load(weights.add(x * S::LANES));
-            let weight = s.mul(product, s.splat(units));
+            let weight = s.mul(product, s.splat(per_one));
             F::store_weights(s, weights.cast(), x * S::LANES, weight);
         }
     }

@@ -22,7 +22,8 @@ const COEFFICIENTS: [f32; 6] = [
 
 /// e^x for x <= 0; exactly 1 at 0, 0 below -87.7 (also for -inf), NaN for NaN.
 ///
-/// Its relative error is below `3e-7 + 1.5e-8 |x|`, which is `3e-7 + 7.5e-8 |x|` where `fma` rounds twice: 2^(x log2 e),
+/// From -87.3 down its results are below the normal numbers, and right within the smallest of those. Above, the relative
+/// error is below `3e-7 + 1.5e-8 |x|`, which is `3e-7 + 7.5e-8 |x|` where `fma` rounds twice: 2^(x log2 e),
 /// with log2 e as one float. The second term is nothing in a sum of such weights, whose largest is 1: e^x falls faster
 /// than |x| grows.
 #[inline(always)]

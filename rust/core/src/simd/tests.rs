@@ -191,6 +191,8 @@ fn floats<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         same(results[6][i], results[6][0], "splat");
         if !x.is_nan() && !y.is_nan() {
             assert_eq!(larger[i], x.max(y), "{isa} max of {x}, {y}");
+        } else if y.is_nan() {
+            assert!(larger[i].is_nan(), "{isa} max of {x}, {y}");
         }
     }
 
