@@ -53,6 +53,9 @@ COLD = 64 << 20
 REST = 0.3
 """Seconds before each one's turn: the threads of OpenMP spin that long after their work, on everyone's cores."""
 
+WARM = 0.05
+"""Seconds of calls at the beginning of a turn that do not count: cores that were idle take as long to become quick."""
+
 
 class MissingError(Exception):
     """A peer cannot run here, or not this case."""
@@ -540,7 +543,11 @@ def compare(case: Case, chosen: list[Peer], limits: Limits, rounds: int, budget:
             if sum(samples) > 20 * budget:
                 continue  # a slow one was measured enough
             time.sleep(REST)
-            first = seconds(lambda: call(0))  # noqa: B023
+            started = time.perf_counter()
+            while True:
+                first = seconds(lambda: call(0))  # noqa: B023
+                if time.perf_counter() - started > WARM:
+                    break
             calls = max(1, min(100, int(budget / first)))
             samples += [seconds(lambda: call((i + 1) % data.num_layers)) for i in range(calls)]  # noqa: B023
     return [
