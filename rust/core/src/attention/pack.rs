@@ -19,6 +19,8 @@ pub(super) struct PackTile<'a, F> {
     tile: *mut u8,
     /// As much memory to prefetch meanwhile.
     ahead: *const u8,
+    /// How many bytes after each row a row begins that is packed next, to be brought near meanwhile.
+    near: isize,
     format: PhantomData<F>,
 }
 
@@ -32,6 +34,7 @@ impl<'a, F: Format> PackTile<'a, F> {
         width: usize,
         tile: *mut u8,
         ahead: *const u8,
+        near: isize,
     ) -> Self {
         Self {
             side,
@@ -40,6 +43,7 @@ impl<'a, F: Format> PackTile<'a, F> {
             width,
             tile,
             ahead,
+            near,
             format: PhantomData,
         }
     }
@@ -91,8 +95,10 @@ impl<'a, F: Format> PackTile<'a, F> {
     unsafe fn transpose<S: Simd>(&self, s: S, step: usize, first: usize) -> [S::F32; MAX_LANES] {
         let mut v = [s.splat(0.0); MAX_LANES];
         for i in 0..S::LANES {
+            let from = self.rows[first + i].wrapping_add(step * F::LANE);
             // SAFETY: the words are inside the rows.
-            v[i] = unsafe { s.load(self.rows[first + i].add(step * F::LANE).cast()) };
+            v[i] = unsafe { s.load(from.cast()) };
+            s.prefetch_near(from.wrapping_offset(self.near));
         }
         // Each round of zips of the two halves turns the index (row, word) by one bit.
         for _ in 0..S::LANES.ilog2() {
@@ -119,6 +125,9 @@ impl<'a, F: Format> PackTile<'a, F> {
                     let to = to.add(d * F::LANE);
                     let ahead = (step * self.head_dim + d) * F::LANE;
                     s.prefetch(self.ahead.wrapping_add(ahead));
+                    for i in 0..F::STEP {
+                        s.prefetch_near(at(i).wrapping_offset(self.near));
+                    }
                     match F::STEP {
                         2 => s.interleave_2([0, 1].map(|i| at(i).cast()), to.cast()),
                         _ => s.interleave_4([0, 1, 2, 3].map(at), to),

@@ -180,7 +180,8 @@ impl<'a, F: Format> Source<'a, F> {
                 let from = std::mem::replace(&mut tiles.stream[i], to);
                 if rows {
                     let ask = ahead.get(asked).copied().unwrap_or(to);
-                    self.pack(s, Side::Key, head, tile, from, to, ask);
+                    let next = tiles.stream[i + 1];
+                    self.pack(s, Side::Key, head, tile, from, next, to, ask);
                     asked += 1;
                 } else {
                     // SAFETY: the buffer has room for a partition's tiles.
@@ -197,7 +198,8 @@ impl<'a, F: Format> Source<'a, F> {
                 let from = std::mem::replace(&mut tiles.stream[count + i], to);
                 if packed {
                     let ask = ahead.get(asked).copied().unwrap_or(to);
-                    self.pack(s, Side::Value, head, tile, from, to, ask);
+                    let next = tiles.stream[(count + i + 1).min(2 * count - 1)];
+                    self.pack(s, Side::Value, head, tile, from, next, to, ask);
                     asked += 1;
                 } else {
                     // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
@@ -300,7 +302,8 @@ impl<'a, F: Format> Source<'a, F> {
     }
 
     /// Packs a tile of a rows cache; of its tokens, those that some row sees. Asks for what is `ahead`; where nobody ran
-    /// ahead, also for the rows of the tile that comes some tiles later. `from` is where a contiguous one begins.
+    /// ahead, also for the rows of the tile that comes some tiles later. `from` is where a contiguous one begins, `next` where the one does that is
+    /// packed after it.
     #[allow(clippy::too_many_arguments)] // one caller
     fn pack<S: Simd>(
         &self,
@@ -309,6 +312,7 @@ impl<'a, F: Format> Source<'a, F> {
         head: usize,
         tile: usize,
         from: *const u8,
+        next: *const u8,
         to: *mut u8,
         ahead: *const u8,
     ) {
@@ -321,9 +325,22 @@ impl<'a, F: Format> Source<'a, F> {
             }
         }
         let rows = self.rows(side, head, tile, from);
+        let near = if self.contiguous {
+            next.addr().wrapping_sub(from.addr()) as isize
+        } else {
+            0
+        };
         // SAFETY: the rows are whole, and the buffers have room for a partition's tiles.
         s.vectorize(unsafe {
-            PackTile::<F>::new(side, &rows, spec.head_dim, padded(spec.head_dim), to, ahead)
+            PackTile::<F>::new(
+                side,
+                &rows,
+                spec.head_dim,
+                padded(spec.head_dim),
+                to,
+                ahead,
+                near,
+            )
         });
     }
 
