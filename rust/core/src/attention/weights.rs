@@ -24,19 +24,19 @@ fn seen_wholly<S: Simd>(sees: &Range<usize>, x: usize, n: usize) -> bool {
     sees.start <= x * S::LANES && (x + n) * S::LANES <= sees.end
 }
 
-/// The scores of a vector of integer sums.
+/// The scores of a vector of integer sums, of a query whose unit stands for `quantum`.
 #[inline(always)]
 unsafe fn scaled<S: Simd>(
     s: S,
-    p: &Partition<'_>,
-    row: &Row,
+    tiles: &Tiles,
     scores: *const f32,
     x: usize,
+    quantum: f32,
 ) -> S::F32 {
     // SAFETY: the caller's promise.
     unsafe {
-        let scale = s.load(p.tiles.key_scales(x * S::LANES));
-        let unit = s.mul(scale, s.splat(row.quantum));
+        let scale = s.load(tiles.key_scales(x * S::LANES));
+        let unit = s.mul(scale, s.splat(quantum));
         s.mul(s.to_f32(s.load_i32(scores.add(x * S::LANES))), unit)
     }
 }
@@ -69,7 +69,7 @@ unsafe fn adjust<S: Simd, F: Format>(
         unsafe {
             let at = scores.add(x * S::LANES);
             let mut score = if F::QUANTIZED {
-                scaled(s, p, row, scores, x)
+                scaled(s, p.tiles, scores, x, row.quantum)
             } else {
                 s.load(at)
             };
@@ -100,43 +100,33 @@ pub(super) unsafe fn maximum<S: Simd, F: Format>(
     scores: *mut f32,
     sees: &Range<usize>,
 ) -> f32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if p.options.softcap.is_some() || p.options.alibi_slopes.is_some() {
-            adjust::<S, F>(s, p, row, scores, sees);
-        } else if F::QUANTIZED {
-            return largest::<S, true>(s, p, row, scores, sees);
-        }
-        largest::<S, false>(s, p, row, scores, sees)
-    }
-}
-
-/// The same, after `adjust` or instead of it; `SCALE` says that there are integer sums still.
-#[inline(always)]
-unsafe fn largest<S: Simd, const SCALE: bool>(
-    s: S,
-    p: &Partition<'_>,
-    row: &Row,
-    scores: *mut f32,
-    sees: &Range<usize>,
-) -> f32 {
+    let adjusted = p.options.softcap.is_some() || p.options.alibi_slopes.is_some();
+    // Integer sums that are no scores yet.
+    let quantum = if F::QUANTIZED && !adjusted {
+        Some(row.quantum)
+    } else {
+        None
+    };
     let all = vectors::<S>(sees);
     // Maxima do not depend on their order: four chains, for speed. From the lowest number on: where all scores are
     // minus infinity, so are their distances to it, and their weights 0.
     let (mut most, mut x) = ([s.splat(f32::MIN); 4], all.start);
     // SAFETY: the caller's promise.
     unsafe {
+        if adjusted {
+            adjust::<S, F>(s, p, row, scores, sees);
+        }
         while x + 4 <= all.end {
             let whole = seen_wholly::<S>(sees, x, 4);
             for i in 0..4 {
-                let score = score::<S, SCALE>(s, p, row, scores, sees, x + i, whole);
+                let score = score(s, p.tiles, scores, sees, x + i, whole, quantum);
                 most[i] = s.max(most[i], score);
             }
             x += 4;
         }
         while x < all.end {
             let whole = seen_wholly::<S>(sees, x, 1);
-            let score = score::<S, SCALE>(s, p, row, scores, sees, x, whole);
+            let score = score(s, p.tiles, scores, sees, x, whole, quantum);
             most[0] = s.max(most[0], score);
             x += 1;
         }
@@ -144,30 +134,30 @@ unsafe fn largest<S: Simd, const SCALE: bool>(
     s.maximum(s.max(s.max(most[0], most[1]), s.max(most[2], most[3])))
 }
 
-/// One vector of that.
+/// One vector of scores, hidden ones minus infinity, and in place where that changes it. `quantum` says that there are
+/// integer sums still.
 #[inline(always)]
-unsafe fn score<S: Simd, const SCALE: bool>(
+unsafe fn score<S: Simd>(
     s: S,
-    p: &Partition<'_>,
-    row: &Row,
+    tiles: &Tiles,
     scores: *mut f32,
     sees: &Range<usize>,
     x: usize,
     whole: bool,
+    quantum: Option<f32>,
 ) -> S::F32 {
     // SAFETY: the caller's promise.
     unsafe {
         let at = scores.add(x * S::LANES);
-        let mut score = if SCALE {
-            scaled(s, p, row, scores, x)
-        } else {
-            s.load(at)
+        let mut score = match quantum {
+            Some(quantum) => scaled(s, tiles, scores, x, quantum),
+            None => s.load(at),
         };
         if !whole {
             let (from, until) = seen_lanes::<S>(sees, x);
             score = s.select_lanes(from, until, score, s.splat(f32::NEG_INFINITY));
         }
-        if SCALE || !whole {
+        if quantum.is_some() || !whole {
             s.store(at, score);
         }
         score
