@@ -129,9 +129,7 @@ fn run_item<'a, S: Simd, F: Format>(
     };
     // Rows of different tokens lie far apart: without this, each would be waited for.
     for row in &w.rows {
-        for line in (0..dim * size_of::<f32>()).step_by(64) {
-            s.prefetch(row.query.cast::<u8>().wrapping_add(line));
-        }
+        s.prefetch_run(row.query.cast(), dim * size_of::<f32>());
     }
     for h in 0..heads.len() {
         for tile in &w.row_tiles {
@@ -277,9 +275,7 @@ impl Kernel for Finish<'_> {
         let width = padded(self.head_dim);
         for (i, row) in self.rows.iter().enumerate() {
             if let Some(Row { out, .. }) = self.rows.get(i + OUT_AHEAD) {
-                for line in (0..self.head_dim * size_of::<f32>()).step_by(64) {
-                    s.prefetch(out.cast::<u8>().wrapping_add(line));
-                }
+                s.prefetch_run(out.cast(), self.head_dim * size_of::<f32>());
             }
             // SAFETY: `finish_unit` owns the states, the records and the rows of the output.
             unsafe {

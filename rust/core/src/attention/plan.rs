@@ -378,7 +378,7 @@ impl Schedule {
         let one_item = items.len() * plan.shape.num_kv_heads == 1;
         let inline = work <= INLINE_WORK || plan.threads == 1 || one_item;
         let threads = if inline { 1 } else { plan.threads };
-        let share = cost * plan.shape.num_kv_heads / (threads * ITEMS_PER_THREAD);
+        let share = item_share(plan, cost, threads);
         let most_heads = match items.first() {
             Some(first) if items.iter().all(|i| i.rows <= SEVERAL_HEADS_ROWS) => {
                 (share / first.cost.max(1)).max(1)
@@ -493,6 +493,11 @@ fn make_segments(plan: &Plan, units: &[Unit]) -> Vec<Segment> {
     segments
 }
 
+/// What an item should cost where a KV head costs so much in all: so that each thread finds some.
+fn item_share(plan: &Plan, cost: usize, threads: usize) -> usize {
+    cost * plan.shape.num_kv_heads / (threads * ITEMS_PER_THREAD)
+}
+
 /// Cuts segments into items: at most `ITEM_ROWS` rows each, and for the balance of the threads, between partitions.
 fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -> Vec<Item> {
     let rows =
@@ -519,7 +524,7 @@ fn make_items(plan: &Plan, mask: Mask, units: &[Unit], segments: Vec<Segment>) -
 
     let heads = plan.shape.num_kv_heads;
     let total: usize = pieces.iter().map(|(us, p)| cost(us, p)).sum();
-    let target = (total * heads / (plan.threads * ITEMS_PER_THREAD)).max(MIN_ITEM_COST);
+    let target = item_share(plan, total, plan.threads).max(MIN_ITEM_COST);
     let mut items = Vec::new();
     for (us, partitions) in pieces {
         let num_rows = rows(&us);

@@ -155,7 +155,7 @@ impl<'a, F: Format> Source<'a, F> {
             value_row: F::LANE * if widened { width } else { dim },
             scales: [std::ptr::null(); 2 * TILES],
         };
-        if self.contiguous {
+        if spec.block_size.is_multiple_of(TILE) {
             self.locate(partition, head, &mut tiles);
         } else if F::QUANTIZED {
             let scales = buffers.scales.floats(2 * PARTITION);
@@ -217,7 +217,7 @@ impl<'a, F: Format> Source<'a, F> {
         tiles
     }
 
-    /// Where the tiles of a partition and their scales are in a contiguous cache.
+    /// Where the scales of a partition's tiles are, and in a contiguous cache the tiles. Blocks are whole tiles.
     fn locate(&self, partition: usize, head: usize, tiles: &mut Tiles) {
         let layer = &self.call.layer;
         let mut i = 0;
@@ -228,7 +228,9 @@ impl<'a, F: Format> Source<'a, F> {
                 unsafe {
                     let base = layer.head(side, block, head);
                     for (tile, to) in run.clone().zip(to..) {
-                        tiles.stream[to] = base.add(tile * self.tile_bytes);
+                        if self.contiguous {
+                            tiles.stream[to] = base.add(tile * self.tile_bytes);
+                        }
                         if F::QUANTIZED {
                             tiles.scales[to] = layer.scale(side, block, head, tile * TILE);
                         }
@@ -274,14 +276,12 @@ impl<'a, F: Format> Source<'a, F> {
     /// Asks for listed tiles, wholly.
     pub(super) fn prefetch<S: Simd>(&self, s: S, list: &[*const u8]) {
         for tile in list {
-            for line in (0..self.tile_bytes).step_by(64) {
-                s.prefetch(tile.wrapping_add(line));
-            }
+            s.prefetch_run(*tile, self.tile_bytes);
         }
     }
 
     /// The blocks of a partition that hold tiles which any row sees, and those tiles, counted from the block's first.
-    /// Contiguous ones only.
+    /// Only where blocks are whole tiles.
     fn runs(&self, partition: usize, mut visit: impl FnMut(usize, Range<usize>)) {
         let tiles_a_block = self.call.layer.spec().block_size / TILE;
         let range = self.range(partition);
@@ -319,9 +319,7 @@ impl<'a, F: Format> Source<'a, F> {
         let spec = self.call.layer.spec();
         if !self.contiguous {
             for row in self.rows(side, head, tile + PACK_AHEAD, from) {
-                for line in (0..spec.head_dim * spec.dtype.size()).step_by(64) {
-                    s.prefetch(row.wrapping_add(line));
-                }
+                s.prefetch_run(row, spec.head_dim * spec.dtype.size());
             }
         }
         let rows = self.rows(side, head, tile, from);
@@ -370,18 +368,24 @@ impl<'a, F: Format> Source<'a, F> {
         let (layer, tiles) = (&self.call.layer, self.range(partition));
         let block_size = layer.spec().block_size;
         let first = tiles.start * TILE;
-        for token in first..(tiles.end * TILE).min(self.item.sees.end) {
-            let block = self.blocks[token / block_size] as usize;
-            for (side, to) in [
+        let (mut token, end) = (first, (tiles.end * TILE).min(self.item.sees.end));
+        while token < end {
+            let (block, offset) = (token / block_size, token % block_size);
+            let n = (block_size - offset).min(end - token);
+            let sides = [
                 (Side::Key, to),
                 (Side::Value, to.wrapping_add(tiles.len() * TILE)),
-            ] {
-                // SAFETY: as in `locate`; the buffer has room for those of a partition.
+            ];
+            for (side, to) in sides {
+                // SAFETY: as in `locate`; those of a block are contiguous, at any alignment, and the buffer has room for
+                // those of a partition.
                 unsafe {
-                    let scale = layer.scale(side, block, head, token % block_size);
-                    *to.add(token - first) = scale.read_unaligned();
+                    let scales = layer.scale(side, self.blocks[block] as usize, head, offset);
+                    let to = to.add(token - first).cast::<u8>();
+                    to.copy_from_nonoverlapping(scales.cast(), n * size_of::<f32>());
                 }
             }
+            token += n;
         }
     }
 }

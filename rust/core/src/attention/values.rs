@@ -142,9 +142,9 @@ impl<const R: usize> Chunk<'_, R> {
     unsafe fn run<S: Simd, F: Format, const C: usize, const AHEAD: bool>(&self, s: S, c: usize) {
         let steps = TILE / F::STEP;
         let Range { start, end } = self.tiles;
-        let tile = |step: usize| step / steps - self.p.tiles.first;
-        let from = tile(self.all.start + steps - 1).clamp(start, end);
-        let until = tile(self.all.end).clamp(from, end);
+        let first = self.p.tiles.first;
+        let from = (self.all.start.div_ceil(steps) - first).clamp(start, end);
+        let until = (self.all.end / steps - first).clamp(from, end);
         for (tiles, whole) in [
             (start..from, false),
             (from..until, true),

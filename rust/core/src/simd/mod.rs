@@ -100,6 +100,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn prefetch(self, p: *const u8);
     /// The same, into the first-level cache.
     fn prefetch_near(self, p: *const u8);
+    /// Asks for `bytes` from `p` on into the second-level cache.
+    #[inline(always)]
+    fn prefetch_run(self, p: *const u8, bytes: usize) {
+        for line in (0..bytes).step_by(64) {
+            self.prefetch(p.wrapping_add(line));
+        }
+    }
 
     fn splat(self, a: f32) -> Self::F32;
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
