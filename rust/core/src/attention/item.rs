@@ -10,7 +10,7 @@ use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
 use super::format::{Format, Matrix};
-use super::kernel::{MAX_ROWS, Partition, SCORES};
+use super::kernel::{MAX_ROWS, Partition, SCORES, places};
 use super::matrix;
 use super::merge::Record;
 use super::plan::{Item, Unit};
@@ -86,7 +86,7 @@ pub(super) fn run_items<S: Simd, F: Format>(s: S, call: &Call<'_>, next: &Atomic
     WORKSPACE.with_borrow_mut(|w| {
         let mut job = claim();
         if let Some(Job { item, heads }) = &job {
-            let source = Source::<F>::new(call, item);
+            let source = Source::new(call, item);
             w.ahead.clear();
             source.list(s, item.partitions.start, heads.clone(), &mut w.ahead);
             source.prefetch(s, &w.ahead);
@@ -150,7 +150,8 @@ fn run_item<'a, S: Simd, F: Format>(
         unsafe { Record::at(states, width, i).clear() };
     }
 
-    let source = Source::<F>::new(call, item);
+    let source = Source::new(call, item);
+    let places = places::<S, F>(&w.row_tiles, width);
     let (mut claim, mut upcoming) = (Some(claim), None);
     for p in item.partitions.clone() {
         w.ahead.clear();
@@ -160,14 +161,14 @@ fn run_item<'a, S: Simd, F: Format>(
             upcoming = claim.take().and_then(|claim| claim());
             if let Some(Job { item, heads }) = &upcoming {
                 let first = item.partitions.start;
-                Source::<F>::new(call, item).list(s, first, heads.clone(), &mut w.ahead);
+                Source::new(call, item).list(s, first, heads.clone(), &mut w.ahead);
             }
         }
         // Each head asks for as many tiles as it has.
         let mut asks = w.ahead.chunks((2 * source.count(p)).max(1));
         for (h, head) in heads.clone().enumerate() {
             let ahead = asks.next().unwrap_or(&[]);
-            let mut tiles = source.tiles(s, p, head, ahead, &mut w.tiles);
+            let mut tiles = source.tiles::<S, F>(p, head, ahead, places, &mut w.tiles);
             for row_tile in &w.row_tiles {
                 let rows = &w.rows[h * num_rows..][row_tile.rows.clone()];
                 // SAFETY: query, states, parts and scores are the row tile's; `tiles` has all that its rows see; the

@@ -22,10 +22,10 @@ use super::layout::TILE;
 use super::matrix;
 use super::merge::Record;
 use super::plan::{PARTITION, local, union};
-use super::rows::Row;
+use super::rows::{Row, RowTile};
 use super::scores::scores;
-use super::tiles::Tiles;
-use super::values::values;
+use super::tiles::{TILES, Tiles};
+use super::values::{tiles_at_once, values};
 use super::weights::{maximum, quantize, weights};
 
 /// Rows of the largest row tile.
@@ -69,6 +69,42 @@ pub(super) fn kernel_rows<S: Simd, F: Format>(left: usize) -> (usize, usize) {
     (n, fits.unwrap_or(MANY_ROWS))
 }
 
+/// The micro-kernels that exist under an instruction set: rows times vectors of tokens in flight.
+macro_rules! kernels {
+    ($S:ty, $F:ty, $with:ident) => {
+        if const { <$S>::REGISTERS >= 32 } {
+            $with!(1 x 4, 2 x 4, 3 x 3, 4 x 2, 6 x 2, 8 x 2, 12 x 2)
+        } else if const { Parts::<$S, $F>::COUNT == 1 } {
+            $with!(1 x 4, 2 x 4, 3 x 3, 4 x 3, 6 x 2)
+        } else {
+            $with!(1 x 4, 2 x 3, 3 x 2, 4 x 2)
+        }
+    };
+}
+
+/// How many places packed tiles of K and V take in turn. One tile of few rows needs no more than it reads at a time, and
+/// mostly finds them in the first-level cache. Others want them all; and a matrix unit, which waits long for what was
+/// just written.
+pub(super) fn places<S: Simd, F: Format>(row_tiles: &[RowTile], width: usize) -> [usize; 2] {
+    match row_tiles {
+        [one] if one.kernel_rows <= FEW_ROWS && const { !Matrix::<S, F>::USED } => {
+            macro_rules! vectors {
+                ($($rows:literal x $vectors:literal),*) => {
+                    match one.kernel_rows {
+                        $($rows => $vectors,)*
+                        rows => unreachable!("no micro-kernel of {rows} rows"),
+                    }
+                };
+            }
+            let tokens: usize = S::LANES * kernels!(S, F, vectors);
+            // Shorter vectors may begin and end inside a tile.
+            let keys = tokens.div_ceil(TILE) + usize::from(S::LANES < TILE);
+            [keys, tiles_at_once::<F>(one.kernel_rows, width)]
+        }
+        _ => [TILES; 2],
+    }
+}
+
 /// A tile of rows and a partition.
 pub(super) struct Partition<'a> {
     pub(super) options: &'a Options<'a>,
@@ -80,7 +116,7 @@ pub(super) struct Partition<'a> {
     pub(super) query: *const u32,
     pub(super) steps: usize,
     /// All that the rows see of the partition.
-    pub(super) tiles: &'a Tiles,
+    pub(super) tiles: &'a Tiles<'a>,
     /// `[R][SCORES]` words for scores, then weights.
     pub(super) scores: *mut f32,
     /// `[R]` records for this partition's results.
@@ -108,12 +144,8 @@ impl Partition<'_> {
         }
         if const { Matrix::<S, F>::USED } {
             s.vectorize(Tile::<F, { matrix::ROWS }, 2>(self, PhantomData));
-        } else if const { S::REGISTERS >= 32 } {
-            pick!(1 x 4, 2 x 4, 3 x 3, 4 x 2, 6 x 2, 8 x 2, 12 x 2);
-        } else if const { Parts::<S, F>::COUNT == 1 } {
-            pick!(1 x 4, 2 x 4, 3 x 3, 4 x 3, 6 x 2);
         } else {
-            pick!(1 x 4, 2 x 3, 3 x 2, 4 x 2);
+            kernels!(S, F, pick);
         }
     }
 }

@@ -55,6 +55,10 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
         half: !depth.is_multiple_of(2 * MATRIX_ROWS),
     };
     let all = touched(seen);
+    // All at once, V too: the unit waits long for what was just written.
+    let read = all.start - tiles.first..all.end - tiles.first;
+    tiles.ready_keys::<S, Bf16>(s, read.clone());
+    tiles.ready_values::<S, Bf16>(s, read);
     for x in all.clone().step_by(2) {
         // The last tile may come twice: there is room for that.
         let pair = [x, (x + 1).min(all.end - 1)].map(|x| x - tiles.first);
@@ -89,7 +93,7 @@ fn prefetch(p: &Partition<'_>) -> bool {
     p.rows.len() <= FEW_ROWS || !p.tiles.is_prefetched()
 }
 
-/// Weighted sums of values, into the parts' outputs.
+/// Weighted sums of values, into the parts' outputs. [`scores`] has been there: the tiles are ready.
 ///
 /// # Safety
 /// `Partition` says what its pointers hold; the tiles cover `seen`, the union of what the rows see.

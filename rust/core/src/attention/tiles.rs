@@ -5,15 +5,18 @@
 //! partition of an item prefetches the first of the item that the thread has claimed next. It does so in the order of
 //! memory, for all the KV heads that it has: in our own cache the K and V of a block's heads are neighbours, and the
 //! longer the run, the better the hardware's own prefetching.
+//!
+//! A tile that must be packed is packed when the kernel comes to it, and takes one of few places in turn, where that
+//! keeps it in the first-level cache (see `kernel::places`).
 
-use std::marker::PhantomData;
+use std::cell::Cell;
 use std::ops::Range;
 
 use crate::simd::Simd;
 
 use super::call::Call;
 use super::format::{Format, Matrix};
-use super::layout::{KvLayout, Side, TILE};
+use super::layout::{KvDtype, KvLayout, Side, TILE};
 use super::pack::{PackTile, widen_value_tile};
 use super::plan::{Item, PARTITION, local};
 use super::scratch::{Buffer, padded};
@@ -21,15 +24,23 @@ use super::scratch::{Buffer, padded};
 /// Tiles in a partition.
 pub(super) const TILES: usize = PARTITION / TILE;
 
-/// How far ahead rows are asked for that are packed into tiles first, in tiles.
+/// How far ahead rows are asked for that do not lie side by side, in tiles.
 const PACK_AHEAD: usize = 2;
 
-/// The tiles of one partition: K, then V, each in order of positions.
-pub(super) struct Tiles {
+/// The tiles of one partition, of one KV head: K, then V, each in order of positions.
+pub(super) struct Tiles<'a> {
+    source: &'a Source<'a>,
+    head: usize,
+    /// Where the kernel reads each.
     stream: [*const u8; 2 * TILES],
-    /// What to prefetch while each is read.
-    ahead: [*const u8; 2 * TILES],
+    /// Where each begins in a contiguous cache, else null.
+    origin: [*const u8; 2 * TILES],
+    /// What to prefetch while each is read, or packed.
+    ahead: [Cell<*const u8>; 2 * TILES],
     prefetched: bool,
+    /// Those that are still to be packed, or copied: a bit each.
+    missing: Cell<u32>,
+    partition: usize,
     /// The tile of the partition that K begins with, and how many there are.
     pub(super) first: usize,
     pub(super) count: usize,
@@ -39,7 +50,9 @@ pub(super) struct Tiles {
     scales: [*const f32; 2 * TILES],
 }
 
-impl Tiles {
+const _: () = assert!(2 * TILES <= u32::BITS as usize);
+
+impl Tiles<'_> {
     /// The `i`-th K tile.
     #[inline(always)]
     pub(super) fn key(&self, i: usize) -> *const u8 {
@@ -49,7 +62,7 @@ impl Tiles {
     /// The tile to prefetch while the `i`-th K tile is read.
     #[inline(always)]
     pub(super) fn ahead_of_key(&self, i: usize) -> *const u8 {
-        self.ahead[i]
+        self.ahead[i].get()
     }
 
     /// The `i`-th V tile.
@@ -61,7 +74,7 @@ impl Tiles {
     /// The tile to prefetch while the `i`-th V tile is read.
     #[inline(always)]
     pub(super) fn ahead_of_value(&self, i: usize) -> *const u8 {
-        self.ahead[self.count + i]
+        self.ahead[self.count + i].get()
     }
 
     /// The scales of keys from a token of the partition on, up to the end of its tile. Quantized caches only.
@@ -76,15 +89,108 @@ impl Tiles {
         self.scales[self.count + token / TILE - self.first].wrapping_add(token % TILE)
     }
 
-    /// What is ahead is on its way: from now on, what is asked for is near.
+    /// What is ahead is on its way: from now on, what is asked for is near. Tiles that are still to be packed ask when
+    /// their turn comes.
     pub(super) fn prefetched(&mut self) {
-        self.ahead = self.stream;
+        for (i, (ahead, own)) in self.ahead.iter().zip(self.stream).enumerate() {
+            if self.missing.get() >> i & 1 == 0 {
+                ahead.set(own);
+            }
+        }
         self.prefetched = true;
     }
 
     pub(super) fn is_prefetched(&self) -> bool {
         self.prefetched
     }
+
+    /// Makes K tiles ready to be read.
+    #[inline(always)]
+    pub(super) fn ready_keys<S: Simd, F: Format>(&self, s: S, tiles: Range<usize>) {
+        self.ready::<S, F>(s, tiles);
+    }
+
+    /// The same for V tiles.
+    #[inline(always)]
+    pub(super) fn ready_values<S: Simd, F: Format>(&self, s: S, tiles: Range<usize>) {
+        self.ready::<S, F>(s, self.count + tiles.start..self.count + tiles.end);
+    }
+
+    /// Makes a run of the stream ready.
+    #[inline(always)]
+    fn ready<S: Simd, F: Format>(&self, s: S, run: Range<usize>) {
+        let bits = |n: usize| ((1_u64 << n) - 1) as u32;
+        let missing = self.missing.get() & (bits(run.end) ^ bits(run.start));
+        if missing != 0 {
+            self.make::<S, F>(s, missing);
+            self.missing.set(self.missing.get() ^ missing);
+        }
+    }
+
+    /// Packs or copies some of the stream.
+    #[inline(never)]
+    fn make<S: Simd, F: Format>(&self, s: S, mut which: u32) {
+        let spec = self.source.call.layer.spec();
+        let dim = spec.head_dim;
+        while which != 0 {
+            let i = which.trailing_zeros() as usize;
+            which &= which - 1;
+            let (from, to) = (self.origin[i], self.stream[i].cast_mut());
+            // SAFETY: `from` is a whole tile, the place has room for one that is padded, and nobody reads what was there.
+            unsafe {
+                if spec.layout == KvLayout::Rows {
+                    self.pack::<S, F>(s, i, to);
+                } else if i < self.count {
+                    to.copy_from_nonoverlapping(from, self.source.tile_bytes);
+                } else {
+                    widen_value_tile::<F>(from, dim, padded(dim), to);
+                }
+                if i < self.count {
+                    let [filled, all] = key_bytes::<S, F>(dim);
+                    to.add(filled).write_bytes(0, all - filled);
+                }
+            }
+        }
+    }
+
+    /// Packs the `i`-th of the stream, from rows; of its tokens, those that some row sees. Asks for what is ahead of it.
+    /// Where nobody runs ahead, asks for the rows of the tile that comes some tiles later; else brings near the tile that
+    /// is packed next.
+    ///
+    /// # Safety
+    /// There is room for a tile at `to`.
+    unsafe fn pack<S: Simd, F: Format>(&self, s: S, i: usize, to: *mut u8) {
+        let source = self.source;
+        let spec = source.call.layer.spec();
+        let (side, tile) = if i < self.count {
+            (Side::Key, i)
+        } else {
+            (Side::Value, i - self.count)
+        };
+        let (tile, from) = (self.partition * TILES + self.first + tile, self.origin[i]);
+        let mut near = 0;
+        if source.contiguous {
+            let next = self.origin[(i + 1).min(2 * self.count - 1)];
+            near = next.addr().wrapping_sub(from.addr()) as isize;
+        } else {
+            for row in source.rows(side, self.head, tile + PACK_AHEAD, from) {
+                s.prefetch_run(row, spec.head_dim * spec.dtype.size());
+            }
+        }
+        let ahead = self.ahead[i].replace(to);
+        let rows = source.rows(side, self.head, tile, from);
+        let width = padded(spec.head_dim);
+        // SAFETY: the rows are whole; the rest is the caller's promise.
+        s.vectorize(unsafe {
+            PackTile::<F>::new(side, &rows, spec.head_dim, width, to, ahead, near)
+        });
+    }
+}
+
+/// Bytes of a K tile: those of its dimensions, in whole lanes, and with the zeros that the kernel reads beyond.
+fn key_bytes<S: Simd, F: Format>(head_dim: usize) -> [usize; 2] {
+    [F::STEP, Matrix::<S, F>::DEPTH]
+        .map(|multiple| TILE * head_dim.next_multiple_of(multiple) * F::DTYPE.size())
 }
 
 /// Scratch memory for the tiles of a partition.
@@ -96,17 +202,17 @@ pub(super) struct TileBuffers {
 }
 
 /// The tiles of one item.
-pub(super) struct Source<'a, F: Format> {
+pub(super) struct Source<'a> {
     call: &'a Call<'a>,
     item: &'a Item,
     blocks: &'a [u32],
     tile_bytes: usize,
     /// Whether the tokens of a tile lie side by side, tile after tile: always in a tiled cache, mostly in rows.
     contiguous: bool,
-    format: PhantomData<F>,
+    quantized: bool,
 }
 
-impl<'a, F: Format> Source<'a, F> {
+impl<'a> Source<'a> {
     pub(super) fn new(call: &'a Call<'a>, item: &'a Item) -> Self {
         let spec = call.layer.spec();
         let unit = &call.schedule.units[item.units[0]];
@@ -121,7 +227,7 @@ impl<'a, F: Format> Source<'a, F> {
             contiguous: spec.layout == KvLayout::Tiled
                 || spec.block_size.is_multiple_of(TILE)
                     && [Side::Key, Side::Value].into_iter().all(side_by_side),
-            format: PhantomData,
+            quantized: spec.dtype == KvDtype::Int8,
         }
     }
 
@@ -130,95 +236,75 @@ impl<'a, F: Format> Source<'a, F> {
         self.range(partition).len()
     }
 
-    /// The tiles of a partition and head that any row sees, packed where need be, while those of `ahead` are asked for.
-    pub(super) fn tiles<S: Simd>(
-        &self,
-        s: S,
+    /// The tiles of a partition and head that any row sees. While they are read or packed, those of `ahead` are asked
+    /// for. Packed ones of K and V take so many `places` in turn.
+    pub(super) fn tiles<'t, S: Simd, F: Format>(
+        &'t self,
         partition: usize,
         head: usize,
         ahead: &[*const u8],
-        buffers: &mut TileBuffers,
-    ) -> Tiles {
+        places: [usize; 2],
+        buffers: &'t mut TileBuffers,
+    ) -> Tiles<'t> {
         let spec = self.call.layer.spec();
         let (dim, width) = (spec.head_dim, padded(spec.head_dim));
         let (rows, range) = (spec.layout == KvLayout::Rows, self.range(partition));
         // Where V's vectors hold one token, rows that are whole vectors are a tile as they are.
-        let packed = rows && !(self.contiguous && F::STEP == 1 && dim == width);
-        let widened = packed || dim != width;
+        let values_made = dim != width || rows && !(self.contiguous && F::STEP == 1);
         let count = range.len();
         let mut tiles = Tiles {
+            source: self,
+            head,
             stream: [std::ptr::null(); 2 * TILES],
-            ahead: [std::ptr::null(); 2 * TILES],
-            prefetched: false,
+            origin: [std::ptr::null(); 2 * TILES],
+            ahead: [const { Cell::new(std::ptr::null()) }; 2 * TILES],
+            prefetched: true,
+            missing: Cell::new(0),
+            partition,
             first: range.start - partition * TILES,
             count,
-            value_row: F::LANE * if widened { width } else { dim },
+            value_row: F::LANE * if values_made { width } else { dim },
             scales: [std::ptr::null(); 2 * TILES],
         };
         if spec.block_size.is_multiple_of(TILE) {
             self.locate(partition, head, &mut tiles);
-        } else if F::QUANTIZED {
+        } else if self.quantized {
             let scales = buffers.scales.floats(2 * PARTITION);
             self.copy_scales(partition, head, scales);
             for (i, to) in tiles.scales[..2 * count].iter_mut().enumerate() {
                 *to = scales.wrapping_add(i * TILE);
             }
         }
-        // Whole steps of K, whole vectors of V.
-        let bytes = |row: usize| TILE * row * spec.dtype.size();
-        let key_dim = dim.next_multiple_of(Matrix::<S, F>::DEPTH);
-        let (key_bytes, value_bytes) = (bytes(key_dim), bytes(width));
-        let floats = |tile: usize| TILES * tile / size_of::<f32>();
-        // Where K has zeros more than it has dimensions.
-        let filled = bytes(dim.next_multiple_of(F::STEP));
-        // Packing takes its time: it asks for as much as it makes.
-        let mut asked = 0;
-        if rows || key_bytes != self.tile_bytes {
-            let keys: *mut u8 = buffers.keys.floats(floats(key_bytes)).cast();
-            for (i, tile) in range.clone().enumerate() {
-                let to = keys.wrapping_add(i * key_bytes);
-                let from = std::mem::replace(&mut tiles.stream[i], to);
-                if rows {
-                    let ask = ahead.get(asked).copied().unwrap_or(to);
-                    let next = tiles.stream[i + 1];
-                    self.pack(s, Side::Key, head, tile, from, next, to, ask);
-                    asked += 1;
-                } else {
-                    // SAFETY: the buffer has room for a partition's tiles.
-                    unsafe { to.copy_from_nonoverlapping(from, self.tile_bytes) };
-                }
-                // SAFETY: as above.
-                unsafe { to.add(filled).write_bytes(0, key_bytes - filled) };
-            }
-        }
-        if widened {
-            let values: *mut u8 = buffers.values.floats(floats(value_bytes)).cast();
-            for (i, tile) in range.enumerate() {
-                let to = values.wrapping_add(i * value_bytes);
-                let from = std::mem::replace(&mut tiles.stream[count + i], to);
-                if packed {
-                    let ask = ahead.get(asked).copied().unwrap_or(to);
-                    let next = tiles.stream[(count + i + 1).min(2 * count - 1)];
-                    self.pack(s, Side::Value, head, tile, from, next, to, ask);
-                    asked += 1;
-                } else {
-                    // SAFETY: `from` is a whole tile, and the buffer has room for a partition's wider ones.
-                    unsafe { widen_value_tile::<F>(from, dim, width, to) };
+        tiles.stream = tiles.origin;
+        let [_, key] = key_bytes::<S, F>(dim);
+        let value = TILE * width * spec.dtype.size();
+        let sides = [
+            (0, rows || key != self.tile_bytes, key, &mut buffers.keys),
+            (count, values_made, value, &mut buffers.values),
+        ];
+        let mut missing = 0;
+        for ((start, made, bytes, buffer), places) in sides.into_iter().zip(places) {
+            if made {
+                let to: *mut u8 = buffer.floats(places * bytes / size_of::<f32>()).cast();
+                for i in 0..count {
+                    tiles.stream[start + i] = to.wrapping_add(i % places * bytes);
+                    missing |= 1_u32 << (start + i);
                 }
             }
         }
-        tiles.prefetched();
-        // What was asked for while tiles were packed is left out.
-        let slots = tiles.ahead[..2 * count].iter_mut();
-        for (slot, &ahead) in slots.zip(ahead).skip(asked) {
-            *slot = ahead;
-            tiles.prefetched = false;
+        for (i, own) in tiles.stream[..2 * count].iter().enumerate() {
+            let ahead = ahead.get(i).copied();
+            tiles.ahead[i] = Cell::new(ahead.unwrap_or(*own));
+            // Packing asks by itself.
+            let packed = rows && missing >> i & 1 == 1;
+            tiles.prefetched &= packed || ahead.is_none();
         }
+        tiles.missing = Cell::new(missing);
         tiles
     }
 
     /// Where the scales of a partition's tiles are, and in a contiguous cache the tiles. Blocks are whole tiles.
-    fn locate(&self, partition: usize, head: usize, tiles: &mut Tiles) {
+    fn locate(&self, partition: usize, head: usize, tiles: &mut Tiles<'_>) {
         let layer = &self.call.layer;
         let mut i = 0;
         self.runs(partition, |block, run| {
@@ -229,9 +315,9 @@ impl<'a, F: Format> Source<'a, F> {
                     let base = layer.head(side, block, head);
                     for (tile, to) in run.clone().zip(to..) {
                         if self.contiguous {
-                            tiles.stream[to] = base.add(tile * self.tile_bytes);
+                            tiles.origin[to] = base.add(tile * self.tile_bytes);
                         }
-                        if F::QUANTIZED {
+                        if self.quantized {
                             tiles.scales[to] = layer.scale(side, block, head, tile * TILE);
                         }
                     }
@@ -264,7 +350,7 @@ impl<'a, F: Format> Source<'a, F> {
                     let base = layer.head(side, block, head);
                     for tile in run.clone() {
                         list.push(base.add(tile * self.tile_bytes));
-                        if F::QUANTIZED {
+                        if self.quantized {
                             s.prefetch(layer.scale(side, block, head, tile * TILE).cast());
                         }
                     }
@@ -299,47 +385,6 @@ impl<'a, F: Format> Source<'a, F> {
         let sees = local(&self.item.sees, partition);
         let base = partition * TILES;
         base + sees.start / TILE..base + sees.end.div_ceil(TILE)
-    }
-
-    /// Packs a tile of a rows cache; of its tokens, those that some row sees. Asks for what is `ahead`; where nobody ran
-    /// ahead, also for the rows of the tile that comes some tiles later. `from` is where a contiguous one begins, `next` where the one does that is
-    /// packed after it.
-    #[allow(clippy::too_many_arguments)] // one caller
-    fn pack<S: Simd>(
-        &self,
-        s: S,
-        side: Side,
-        head: usize,
-        tile: usize,
-        from: *const u8,
-        next: *const u8,
-        to: *mut u8,
-        ahead: *const u8,
-    ) {
-        let spec = self.call.layer.spec();
-        if !self.contiguous {
-            for row in self.rows(side, head, tile + PACK_AHEAD, from) {
-                s.prefetch_run(row, spec.head_dim * spec.dtype.size());
-            }
-        }
-        let rows = self.rows(side, head, tile, from);
-        let near = if self.contiguous {
-            next.addr().wrapping_sub(from.addr()) as isize
-        } else {
-            0
-        };
-        // SAFETY: the rows are whole, and the buffers have room for a partition's tiles.
-        s.vectorize(unsafe {
-            PackTile::<F>::new(
-                side,
-                &rows,
-                spec.head_dim,
-                padded(spec.head_dim),
-                to,
-                ahead,
-                near,
-            )
-        });
     }
 
     /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.

@@ -36,6 +36,21 @@ impl<S: Simd, F: Format, const R: usize> Widest<S, F, R> {
     };
 }
 
+/// Bytes of a V tile whose rows are so wide.
+fn tile_bytes<F: Format>(width: usize) -> usize {
+    width * TILE * F::LANE / F::STEP
+}
+
+/// How many tiles are read at a time. Few rows read V from memory: some tiles, in its order. Many rows read it from the
+/// second-level cache and keep their sums: all tiles.
+pub(super) fn tiles_at_once<F: Format>(rows: usize, width: usize) -> usize {
+    if rows <= FEW_ROWS {
+        (RUN_BYTES / tile_bytes::<F>(width)).clamp(1, TILES)
+    } else {
+        TILES
+    }
+}
+
 /// Weighted sums of values, into the parts' outputs. `quanta` say what a unit of each row's quantized sums stands for.
 ///
 /// # Safety
@@ -53,13 +68,7 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
     let common = intersection(sees, PARTITION);
     let from = common.start.div_ceil(F::STEP).clamp(some.start, some.end);
     let all = from..(common.end / F::STEP).clamp(from, some.end);
-    // Few rows read V from memory: some tiles at a time, in its order. Many rows read it from L2 and keep their sums.
-    let tile_bytes = p.width * TILE * F::LANE / F::STEP;
-    let run = if R <= FEW_ROWS {
-        (RUN_BYTES / tile_bytes).clamp(1, TILES)
-    } else {
-        TILES
-    };
+    let (tile_bytes, run) = (tile_bytes::<F>(p.width), tiles_at_once::<F>(R, p.width));
     let vectors = p.width / S::LANES;
     let most = Widest::<S, F, R>::WIDTH;
     let chunks = if vectors.is_multiple_of(8) {
@@ -68,6 +77,8 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
         vectors.div_ceil(most.min(4))
     };
     for start in (0..p.tiles.count).step_by(run) {
+        let tiles = start..(start + run).min(p.tiles.count);
+        p.tiles.ready_values::<S, F>(s, tiles.clone());
         let mut c = 0;
         for i in 0..chunks {
             let width = (vectors - c).div_ceil(chunks - i);
@@ -76,7 +87,7 @@ pub(super) unsafe fn values<S: Simd, F: Format, const R: usize>(
                 sees,
                 some: &some,
                 all: &all,
-                tiles: start..(start + run).min(p.tiles.count),
+                tiles: tiles.clone(),
                 number: i,
                 chunks,
                 share: (tile_bytes / chunks).next_multiple_of(64),

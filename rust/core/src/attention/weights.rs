@@ -28,7 +28,7 @@ fn seen_wholly<S: Simd>(sees: &Range<usize>, x: usize, n: usize) -> bool {
 #[inline(always)]
 unsafe fn scaled<S: Simd>(
     s: S,
-    tiles: &Tiles,
+    tiles: &Tiles<'_>,
     scores: *const f32,
     x: usize,
     quantum: f32,
@@ -139,7 +139,7 @@ pub(super) unsafe fn maximum<S: Simd, F: Format>(
 #[inline(always)]
 unsafe fn score<S: Simd>(
     s: S,
-    tiles: &Tiles,
+    tiles: &Tiles<'_>,
     scores: *mut f32,
     sees: &Range<usize>,
     x: usize,
@@ -181,7 +181,7 @@ struct Sums<V> {
 #[inline(always)]
 pub(super) unsafe fn weights<S: Simd, F: Format>(
     s: S,
-    tiles: &Tiles,
+    tiles: &Tiles<'_>,
     scores: *mut f32,
     sees: &Range<usize>,
     maximum: f32,
@@ -216,7 +216,7 @@ pub(super) unsafe fn weights<S: Simd, F: Format>(
 #[inline(always)]
 unsafe fn exponentials<S: Simd, F: Format, const N: usize>(
     s: S,
-    tiles: &Tiles,
+    tiles: &Tiles<'_>,
     scores: *mut f32,
     sees: &Range<usize>,
     x: usize,
