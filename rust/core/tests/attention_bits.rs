@@ -250,6 +250,44 @@ fn threads_and_layouts_change_nothing() {
     }
 }
 
+/// Tiles of rows are packed when the kernel comes to them, in as few places as it reads at a time: none is taken too soon,
+/// wherever in a tile the vectors of tokens begin.
+#[test]
+fn rows_equal_tiles_wherever_a_window_begins() {
+    for group in 1..=4 {
+        let heads = Heads {
+            query: group,
+            kv: 1,
+            dim: 16,
+        };
+        let sequence = [Sequence {
+            text: Text::own(0),
+            kv_len: 250,
+            rows: 1,
+            blocks: (0..16).collect(),
+        }];
+        for dtype in DTYPES {
+            let caches = [Order::Tiled, Order::HeadMajor].map(|order| {
+                let mut cache = Cache::new(dtype, order, 16, 16, heads);
+                cache.fill(&sequence[0]);
+                cache
+            });
+            for (isa, window) in
+                Isa::available().flat_map(|isa| (100..116).map(move |window| (isa, window)))
+            {
+                let options = Options {
+                    sliding_window: Some(window),
+                    ..CAUSAL
+                };
+                let [tiled, rows] = caches
+                    .each_ref()
+                    .map(|cache| run(isa, &sequence, cache, heads, 1, &options).bits(0..1, heads));
+                assert_eq!(rows, tiled, "{isa} {dtype:?}, {group} rows, {window}");
+            }
+        }
+    }
+}
+
 /// A visible NaN or infinity reaches the rows that see it, and no other.
 #[test]
 fn a_visible_nan_shows_in_its_rows_alone() {
