@@ -16,7 +16,7 @@ use super::kernel::{FEW_ROWS, Partition, SCORES};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::{PARTITION, intersection};
-use super::tiles::TILES;
+use super::tiles::{TILES, touched};
 
 /// Rows of the largest row tile.
 pub(super) const ROWS: usize = 2 * MATRIX_ROWS;
@@ -37,11 +37,6 @@ pub(super) fn spare_floats(width: usize) -> usize {
     TILES * TILE * width / 2 + ROWS * Record::floats(width)
 }
 
-/// Tiles that touch a range of tokens.
-fn touched(tokens: &Range<usize>) -> Range<usize> {
-    tokens.start / TILE..tokens.end.div_ceil(TILE)
-}
-
 /// Scores of all tiles that touch `seen`, an even count of them; hidden ones come out as anything.
 ///
 /// # Safety
@@ -56,9 +51,8 @@ pub(super) unsafe fn scores<S: Simd>(s: S, p: &Partition<'_>, seen: &Range<usize
     };
     let all = touched(seen);
     // All at once, V too: the unit waits long for what was just written.
-    let read = all.start - tiles.first..all.end - tiles.first;
-    tiles.ready_keys::<S, Bf16>(s, read.clone());
-    tiles.ready_values::<S, Bf16>(s, read);
+    tiles.ready_keys::<S, Bf16>(s, tiles.touched(seen));
+    tiles.ready_values::<S, Bf16>(s, tiles.touched(seen));
     for x in all.clone().step_by(2) {
         // The last tile may come twice: there is room for that.
         let pair = [x, (x + 1).min(all.end - 1)].map(|x| x - tiles.first);

@@ -39,7 +39,7 @@ unsafe fn blocks<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD
     let (mut x, end) = (seen.start / S::LANES, seen.end.div_ceil(S::LANES));
     // Few rows take packed tiles as they come to them (see `places`).
     if R > FEW_ROWS {
-        ready::<S, F>(s, p, x..end);
+        p.tiles.ready_keys::<S, F>(s, p.tiles.touched(seen));
     }
     // SAFETY: the caller's promise.
     unsafe {
@@ -57,17 +57,6 @@ unsafe fn blocks<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD
     }
 }
 
-/// Makes the tiles ready that vectors of tokens touch.
-#[inline(always)]
-fn ready<S: Simd, F: Format>(s: S, p: &Partition<'_>, vectors: Range<usize>) {
-    let (start, end) = (
-        vectors.start * S::LANES / TILE,
-        (vectors.end * S::LANES).div_ceil(TILE),
-    );
-    let first = p.tiles.first;
-    p.tiles.ready_keys::<S, F>(s, start - first..end - first);
-}
-
 /// Scores of `V` vectors of tokens, from vector `x` of the partition on.
 #[inline(always)]
 unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD: bool>(
@@ -79,7 +68,8 @@ unsafe fn block<S: Simd, F: Format, const R: usize, const V: usize, const AHEAD:
     // Each tile is prefetched for by the vector that begins it; without one, a line is asked for that is near anyway.
     let prefetches = (V * S::LANES).div_ceil(TILE);
     if R <= FEW_ROWS {
-        ready::<S, F>(s, p, x..x + V);
+        let tokens = x * S::LANES..(x + V) * S::LANES;
+        p.tiles.ready_keys::<S, F>(s, p.tiles.touched(&tokens));
     }
     // SAFETY: the vectors are inside the tiles, words inside the packed queries, scores inside the rows of them.
     unsafe {

@@ -104,6 +104,13 @@ impl Tiles<'_> {
         self.prefetched
     }
 
+    /// Which tiles, counted from the first, touch some tokens of the partition.
+    #[inline(always)]
+    pub(super) fn touched(&self, tokens: &Range<usize>) -> Range<usize> {
+        let Range { start, end } = touched(tokens);
+        start - self.first..end - self.first
+    }
+
     /// Makes K tiles ready to be read.
     #[inline(always)]
     pub(super) fn ready_keys<S: Simd, F: Format>(&self, s: S, tiles: Range<usize>) {
@@ -187,10 +194,21 @@ impl Tiles<'_> {
     }
 }
 
+/// Tiles that touch a range of tokens.
+#[inline(always)]
+pub(super) fn touched(tokens: &Range<usize>) -> Range<usize> {
+    tokens.start / TILE..tokens.end.div_ceil(TILE)
+}
+
+/// Bytes of a tile whose tokens have so many elements.
+pub(super) fn tile_bytes<F: Format>(elements: usize) -> usize {
+    TILE * elements * F::DTYPE.size()
+}
+
 /// Bytes of a K tile: those of its dimensions, in whole lanes, and with the zeros that the kernel reads beyond.
 fn key_bytes<S: Simd, F: Format>(head_dim: usize) -> [usize; 2] {
     [F::STEP, Matrix::<S, F>::DEPTH]
-        .map(|multiple| TILE * head_dim.next_multiple_of(multiple) * F::DTYPE.size())
+        .map(|multiple| tile_bytes::<F>(head_dim.next_multiple_of(multiple)))
 }
 
 /// Scratch memory for the tiles of a partition.
@@ -277,7 +295,7 @@ impl<'a> Source<'a> {
         }
         tiles.stream = tiles.origin;
         let [_, key] = key_bytes::<S, F>(dim);
-        let value = TILE * width * spec.dtype.size();
+        let value = tile_bytes::<F>(width);
         let sides = [
             (0, rows || key != self.tile_bytes, key, &mut buffers.keys),
             (count, values_made, value, &mut buffers.values),
@@ -382,9 +400,8 @@ impl<'a> Source<'a> {
 
     /// Absolute tiles of a partition that any row sees.
     fn range(&self, partition: usize) -> Range<usize> {
-        let sees = local(&self.item.sees, partition);
-        let base = partition * TILES;
-        base + sees.start / TILE..base + sees.end.div_ceil(TILE)
+        let Range { start, end } = touched(&local(&self.item.sees, partition));
+        partition * TILES + start..partition * TILES + end
     }
 
     /// The rows of a tile of a rows cache. Beyond the last token that is seen, they repeat its row.

@@ -15,7 +15,7 @@ use super::kernel::{FEW_ROWS, Partition, SCORES, repeats};
 use super::layout::TILE;
 use super::merge::Record;
 use super::plan::{PARTITION, intersection};
-use super::tiles::TILES;
+use super::tiles::{TILES, tile_bytes};
 
 /// Bytes of V that few rows read before their sums change: they stay in the first-level cache.
 const RUN_BYTES: usize = 8 * 1024;
@@ -34,11 +34,6 @@ impl<S: Simd, F: Format, const R: usize> Widest<S, F, R> {
             most => most,
         }
     };
-}
-
-/// Bytes of a V tile whose rows are so wide.
-fn tile_bytes<F: Format>(width: usize) -> usize {
-    width * TILE * F::LANE / F::STEP
 }
 
 /// How many tiles are read at a time. Few rows read V from memory: some tiles, in its order. Many rows read it from the
