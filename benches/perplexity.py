@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leafkv import AttentionPlan, KVCache
-from leafkv.engine.threads import BlasThreads
 from leafkv.kv.cache import DTYPES
 from leafkv.models import Batch, LoadedModel, load_model
 
@@ -48,7 +47,7 @@ def surprises(
             num_threads=threads,
         )
         slots = table[positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        batch = Batch(tokens[positions], positions, slots, plan, logit_rows=np.arange(len(positions)))
+        batch = Batch(tokens[positions], positions, slots, plan, np.arange(len(positions)), threads)
         logits = loaded.model.forward(batch, cache).astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         right = logits[np.arange(len(positions)), tokens[positions + 1]]
@@ -73,8 +72,7 @@ def main() -> None:
     print(f"{loaded.name}: {len(tokens):,} tokens in windows of {options.context}, chunks of {options.chunk}\n")
     print("| KV dtype | bytes a token | perplexity | to float32 |\n|---|--:|--:|--:|")
     for dtype in DTYPES:
-        with BlasThreads(options.threads).limited():
-            each = [surprises(loaded, window, dtype, options.chunk, options.threads) for window in windows]
+        each = [surprises(loaded, window, dtype, options.chunk, options.threads) for window in windows]
         surprise = np.concatenate(each)
         baseline = surprise if baseline is None else baseline
         # The ratio of two perplexities is the mean of the tokens' differences; its error is that mean's.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from .models.tiny import CONFIGS, write_gguf
+
 ROOT = Path(__file__).resolve().parents[1]
 LEAFKV = Path(sys.executable).parent / "leafkv"
 
@@ -27,6 +29,20 @@ def test_generate_writes_the_text_alone_to_stdout() -> None:
 def test_generate_reads_standard_input() -> None:
     done = run(LEAFKV, "generate", "-", "-n", "1", stdin="The capital of France is")
     assert done.stdout == " Paris\n", done.stderr
+
+
+def test_dtype_and_quantization(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", CONFIGS["llama"] | {"intermediate_size": 64})
+    for options, said in (
+        (("--quantization", "q8_0"), "weights q8_0"),
+        (("--dtype", "bfloat16"), "arithmetic in bfloat16"),
+    ):
+        generate = ("generate", "AB", "-n", "3", "--num-blocks", "8", "--model", model, *options)
+        chat = ("chat", "-t", "0", "-n", "3", "--num-blocks", "64", "--model", model, *options)
+        for command in (generate, chat):
+            done = run(LEAFKV, *command, stdin="")
+            assert done.returncode == 0, done.stderr
+            assert said in " ".join(done.stderr.split())
 
 
 def test_chat_finds_its_earlier_turns_in_the_cache() -> None:
@@ -74,13 +90,16 @@ def test_input_that_is_no_text_and_output_that_the_terminal_does_not_know() -> N
         (("generate", "x", "--temperature", "nan"), "temperature"),
         (("generate", ""), "prompt"),
         (("generate", "x", "--kv-cache-dtype", "int3"), "int3"),
+        (("generate", "x", "--dtype", "float16"), "dtype: expected one of auto, float32, bfloat16, got 'float16'"),
+        (("chat", "--quantization", "int4"), "quantization: expected None or one of q8_0, q4_0, q4_1, got 'int4'"),
+        (("chat", "--quantization", "q4_0"), "already quantized"),
     ],
 )
 def test_errors_are_one_line_without_a_traceback(arguments: tuple[str, ...], message: str) -> None:
     done = run(LEAFKV, *arguments)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert message in done.stderr
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 

@@ -17,10 +17,15 @@ __all__ = [
     "Stats",
     "WaitFor",
     "__version__",
+    "argmax",
     "block_digests",
     "copy_blocks",
     "instruction_set",
     "paged_attention",
+    "rms_norm",
+    "rope_write_kv",
+    "silu_mul",
+    "top_k",
     "write_kv",
 ]
 
@@ -543,6 +548,197 @@ def copy_blocks(cache: NDArray[Any], pairs: NDArray[np.int32]) -> None:
     """Copy whole blocks of ``cache`` (first axis: blocks, each contiguous) by ``(source, destination)`` rows.
 
     All sources are read before any destination is written, so ``[[a, b], [b, a]]`` swaps. Destinations are unique.
+    """
+
+WeightKind: TypeAlias = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1"]
+
+@final
+class Weight:
+    """A matrix of weights in numpy arrays, which it reads in place and keeps alive. They must not be written to.
+
+    Args:
+        parts: ``(kind, array)`` pairs, whose rows follow one another; each contiguous, at any alignment, a mapped file for
+            example. ``float32``: float32 [rows, columns]; ``float16``: float16; ``bfloat16``: uint16, the bits.
+            ``q8_0``, ``q4_0``, ``q4_1``: uint8 [rows, bytes of a row], blocks of 32 columns as GGUF files have them
+            (34, 18, 20 bytes), which begin with a float16 scale d. Elements q are 8-bit integers, standing for d q, or 4
+            bits wide, standing for d (q - 8), or, with a float16 offset m behind d, d q + m.
+
+    Raises:
+        InvalidInputError: there is no part, one is malformed, or they differ in columns.
+    """
+
+    def __new__(cls, parts: Sequence[tuple[str, NDArray[Any]]]) -> Weight: ...
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+
+    @property
+    def kinds(self) -> tuple[WeightKind, ...]:
+        """The kind of each part."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+
+def linear(
+    x: NDArray[np.float32],
+    weight: Weight,
+    *,
+    bias: NDArray[np.float32] | None = None,
+    out: NDArray[np.float32] | None = None,
+    add: bool = False,
+    precision: Literal["float32", "bfloat16"] = "float32",
+    num_threads: int | None = None,
+) -> NDArray[np.float32]:
+    """``x`` times ``weight`` transposed, plus ``bias``: what a linear layer computes.
+
+    **Bit-equal in any batch**: under one instruction set, a row's result depends on that row, the weights and the options
+    alone. Weights of any kind are what they stand for in float32, exactly; sums are in float32, in one order.
+
+    Args:
+        x: float32 [T, columns], rows contiguous, at any stride and alignment.
+        weight: a matrix [rows, columns].
+        bias: float32 [rows].
+        out: float32 [T, rows] to write to, apart from all that is read; a new array by default.
+        add: add to what ``out`` holds.
+        precision: "bfloat16" rounds ``x`` to bfloat16 first, to nearest even, and needs weights of that kind: faster where
+            the CPU multiplies them as they are.
+        num_threads: threads to use, or None for all available.
+
+    Returns:
+        float32 [T, rows].
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
+    """
+
+def embed(
+    weight: Weight,
+    token_ids: NDArray[Any] | Sequence[int],
+    *,
+    out: NDArray[np.float32] | None = None,
+    num_threads: int | None = None,
+) -> NDArray[np.float32]:
+    """Rows ``token_ids`` [T] of ``weight`` as float32 [T, columns], exactly.
+
+    Raises:
+        InvalidInputError: an argument is malformed, or there is no such row. Nothing is then written.
+    """
+
+def rms_norm(
+    x: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    eps: float,
+    *,
+    out: NDArray[np.float32] | None = None,
+    num_threads: int | None = None,
+) -> NDArray[np.float32]:
+    """``x / sqrt(mean(x**2) + eps) * weight`` of each row (RMSNorm, Zhang and Sennrich 2019).
+
+    Bit-equal in any batch, as all operations on rows here: a row's result depends on that row and the weights alone.
+
+    Args:
+        x: float32 [T, n], rows contiguous, at any stride and alignment.
+        weight: float32 [n], contiguous.
+        eps: added to the mean.
+        out: float32 [T, n] to write to, ``x`` itself or apart from all that is read; a new array by default.
+        num_threads: threads to use, or None for all available.
+
+    Returns:
+        float32 [T, n].
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
+    """
+
+def silu_mul(
+    gate_up: NDArray[np.float32],
+    *,
+    out: NDArray[np.float32] | None = None,
+    num_threads: int | None = None,
+) -> NDArray[np.float32]:
+    """``silu(gate) * up`` of each row, where ``silu(x) = x / (1 + exp(-x))`` (SwiGLU, Shazeer 2020).
+
+    Args:
+        gate_up: float32 [T, 2 n], gate and up side by side; rows contiguous, at any stride and alignment.
+        out: float32 [T, n] to write to, apart from ``gate_up``; a new array by default.
+        num_threads: threads to use, or None for all available.
+
+    Returns:
+        float32 [T, n]. ``silu`` of minus infinity is -0.
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
+    """
+
+def rope_write_kv(
+    qkv: NDArray[np.float32],
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+    slots: NDArray[np.int64],
+    *,
+    num_heads: int,
+    out: NDArray[np.float32] | None = None,
+    q_norm: NDArray[np.float32] | None = None,
+    k_norm: NDArray[np.float32] | None = None,
+    eps: float | None = None,
+    k_scale: NDArray[np.float32] | None = None,
+    v_scale: NDArray[np.float32] | None = None,
+    num_threads: int | None = None,
+) -> NDArray[np.float32]:
+    """Turn queries and keys by their positions (RoPE, Su et al. 2021), and store keys and values as `write_kv` does.
+
+    Each pair ``(x[i], x[i + head_dim / 2])`` of a head becomes ``(x[i] * cos[i] - x[i + head_dim / 2] * sin[i],
+    x[i + head_dim / 2] * cos[i] + x[i] * sin[i])``, every operation rounded to float32.
+
+    Args:
+        qkv: float32 [T, (num_heads + 2 * num_kv_heads) * head_dim]: of each token the heads of queries, of keys and of
+            values, side by side. Rows are contiguous, at any stride and alignment.
+        cos: float32 [T, head_dim / 2] or [T, 1, head_dim / 2], of each token's angles.
+        sin: likewise.
+        key_cache: one layer's keys, as `paged_attention` takes them.
+        value_cache: likewise.
+        slots: int64 [T], where each token's keys and values go; -1 is skipped. Where a slot is named twice, the last one
+            wins.
+        num_heads: heads of queries.
+        out: float32 [T, num_heads, head_dim] to write to, apart from all else; a new array by default. A token's heads are
+            contiguous.
+        q_norm: float32 [head_dim], the weight of an `rms_norm` of each query head before it is turned (Qwen3). Needs
+            ``k_norm`` and ``eps``.
+        k_norm: likewise, of keys.
+        eps: of both.
+        k_scale: of an int8 cache, see `paged_attention`.
+        v_scale: likewise.
+        num_threads: threads to use, or None for all available.
+
+    Returns:
+        The queries, float32 [T, num_heads, head_dim].
+
+    Raises:
+        InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
+    """
+
+def argmax(logits: NDArray[np.float32], *, num_threads: int | None = None) -> NDArray[np.int64]:
+    """The index of each row's largest element, the lowest among equals: int64 [S] for float32 [S, vocab_size].
+
+    It is -1 where a row is no distribution: where it holds NaN or infinity, or nothing but minus infinity.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
+    """
+
+def top_k(
+    logits: NDArray[np.float32], k: int, *, num_threads: int | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The ``k`` largest elements of each row, and their indices: float32 and int64 [S, k] for float32 [S, vocab_size].
+
+    The largest comes first, the lowest index first among equals. Where a row is no distribution (see `argmax`), they are
+    NaN and -1.
+
+    Raises:
+        InvalidInputError: an argument is malformed, or ``k`` is not in 1 to vocab_size.
     """
 
 def instruction_set() -> str:

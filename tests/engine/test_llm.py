@@ -17,11 +17,14 @@ import pytest
 import leafkv
 from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
 from leafkv.kv.cache import DTYPES
+from leafkv.models import load_model
 
+from ..models.tiny import CONFIGS, write_hf
 from .rig import greedy, make_llm
 from .toy import EOS, VOCAB, ToyModel, ToyTokenizer, reference
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import FrameType
 
 
@@ -197,13 +200,44 @@ def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
         {"num_threads": 1025},
         {"enable_prefix_caching": 1},
         {"partial_hits": None},
-        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": None},
+        {"quantization": "int8"},
+        {"quantization": "q8_0", "dtype": "bfloat16"},
+        {"dtype": "bfloat16"},  # the toy was not loaded like that
+        {"quantization": "q8_0"},
         {"kv_cache_dtype": "int4"},
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
         make_llm(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "weights float32, 0.1 MB mapped; arithmetic in float32"),
+        ({"dtype": "bfloat16"}, "weights bfloat16, 0.0 MB in memory; arithmetic in bfloat16"),
+        ({"dtype": "float32", "quantization": "q8_0"}, "weights q8_0, 0.0 MB in memory; arithmetic in float32"),
+    ],
+)
+def test_dtype_and_quantization_are_those_of_the_model(
+    options: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_hf(tmp_path, CONFIGS["llama"] | {"intermediate_size": 64})
+    loaded = load_model(path, **options)
+    with caplog.at_level("INFO", "leafkv"):
+        own, given = (LLM(model, num_blocks=8, num_threads=1, **options) for model in (path, loaded))
+        auto = LLM(loaded, num_blocks=8, num_threads=1)  # whatever it was loaded as
+    assert caplog.text.count(f"{path.name}: {said}") == 3
+    answers = [llm.generate([[5, 6, 7]], greedy(9))[0].outputs[0].token_ids for llm in (own, given, auto)]
+    assert answers[0] == answers[1] == answers[2]
+    other = "bfloat16" if loaded.dtype == "float32" else "float32"
+    with pytest.raises(InvalidInputError, match=f"^dtype: expected auto or {loaded.dtype}, as the model was loaded"):
+        LLM(loaded, num_blocks=8, dtype=other)
+    with pytest.raises(InvalidInputError, match=r"^quantization: expected (None|'q8_0'), as the model was loaded, got"):
+        LLM(loaded, num_blocks=8, quantization="q4_1")
 
 
 def test_absurd_limits_cost_nothing_and_numpy_sizes_do_not_wrap() -> None:

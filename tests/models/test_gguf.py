@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from leafkv._core import Weight, embed
 from leafkv.errors import ModelLoadError
 from leafkv.models import load_model
 from leafkv.models.config_hf import config_from_hf
 from leafkv.models.gguf import GGUFFile
-from leafkv.models.parameters import read_weights
+from leafkv.models.mapped import Place
+from leafkv.models.parameters import as_weights, read_tensors
 from leafkv.models.rope import Llama3Scaling
+from leafkv.models.tensors import is_mapped
 
 from .paged import run
 from .tiny import CONFIGS, as_gguf_config, sequences, tensors, write_gguf, write_hf
@@ -60,17 +65,88 @@ def test_rope_scalings(tmp_path: Path) -> None:
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_quantized_tensors(quantization: str, tmp_path: Path) -> None:
-    # Rows of 32 and 64: whole quantization blocks; more of them than are dequantized at a time.
-    raw = CONFIGS["qwen2"] | {"intermediate_size": 64, "vocab_size": 3000}
-    weights = tensors(raw)
-    file = GGUFFile(write_gguf(tmp_path / "model.gguf", raw, quantization=quantization))
-    read = read_weights(file, config_from_hf(raw))
-    kind = gguf.GGMLQuantizationType[quantization]
-    for name, tensor in (("embedding", "model.embed_tokens"), ("layers.1.down", "model.layers.1.mlp.down_proj")):
-        expected = gguf.dequantize(gguf.quantize(weights[f"{tensor}.weight"], kind), kind)
-        np.testing.assert_array_equal(read[name], expected)
+# Rows of 32 and 64: whole quantization blocks; more of them than are dequantized at a time.
+WHOLE_BLOCKS: dict[str, Any] = {"intermediate_size": 64, "vocab_size": 3000}
+MAPPED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
+
+
+def stored(values: NDArray[np.float32], type_: str) -> NDArray[np.float32]:
+    """What a type makes of values, by the library alone."""
+    kind = gguf.GGMLQuantizationType[type_]
+    found: NDArray[np.float32] = gguf.dequantize(gguf.quantize(values, kind), kind)
+    return found
+
+
+def decoded(weight: Any) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = embed(weight, np.arange(weight.shape[0], dtype=np.int32))
+    return values
+
+
+@pytest.mark.parametrize("type_", [*MAPPED, "Q5_0", "Q5_1"])
+def test_matrices_are_mapped_as_they_are_stored(type_: str, tmp_path: Path) -> None:
+    raw = CONFIGS["qwen2"] | WHOLE_BLOCKS
+    values, config = tensors(raw), config_from_hf(raw)
+    path = write_gguf(tmp_path / "model.gguf", raw, matrices=type_)
+    file = GGUFFile(path)
+    found = read_tensors(file, config)
+    weights = as_weights(config, found)
+    assert set(found) == set(values)
+    for name, tensor in found.items():
+        of = type_ if values[name].ndim == 2 else "F32"
+        assert tensor.kind == MAPPED.get(of, "float32")
+        assert is_mapped(tensor.data) == (of in MAPPED)
+        np.testing.assert_array_equal(tensor.to_float32(), stored(values[name], of), strict=True)
+    names = {"embedding": ["embed_tokens"], "layers.1.down": ["layers.1.mlp.down_proj"]}
+    names |= {"layers.0.qkv": [f"layers.0.self_attn.{x}_proj" for x in "qkv"]}
+    for name, parts in names.items():
+        expected = np.concatenate([stored(values[f"model.{part}.weight"], type_) for part in parts])
+        np.testing.assert_array_equal(decoded(weights[name]), expected, strict=True)
+    # Whatever happens to the file happens to the weights, if they are the file's memory.
+    before = decoded(weights["layers.1.down"])
+    with path.open("r+b") as writable:
+        writable.seek(file.places["model.layers.1.mlp.down_proj.weight"].offset)
+        writable.write(bytes([writable.read(1)[0] ^ 1]))  # the byte after it
+    assert (decoded(weights["layers.1.down"]) != before).any() == (type_ in MAPPED)
+
+
+@pytest.mark.parametrize("type_", [*MAPPED, "Q5_0"])
+def test_only_interleaved_rows_are_copied(type_: str, tmp_path: Path) -> None:
+    raw = CONFIGS["llama-biases"] | WHOLE_BLOCKS
+    values, config = tensors(raw), config_from_hf(raw)
+    found = read_tensors(GGUFFile(write_gguf(tmp_path / "model.gguf", raw, matrices=type_)), config)
+    for name, tensor in found.items():
+        of = type_ if values[name].ndim == 2 else "F32"
+        interleaved = "q_proj" in name or "k_proj" in name
+        assert is_mapped(tensor.data) == (of in MAPPED and not interleaved)
+        assert tensor.kind == MAPPED.get(of, "float32")
+        np.testing.assert_array_equal(tensor.to_float32(), stored(values[name], of), strict=True)
+
+
+def test_each_tensor_has_a_type_of_its_own_and_any_alignment(tmp_path: Path) -> None:
+    raw = CONFIGS["llama-biases"] | {"intermediate_size": 64}
+    values, config = tensors(raw), config_from_hf(raw)
+    attention = "model.layers.0.self_attn"
+    types = {f"{attention}.q_proj.weight": "Q4_1", f"{attention}.k_proj.weight": "F16"}
+    # Vectors, too, and those whose elements change places.
+    types |= {f"{attention}.q_proj.bias": "Q8_0", f"{attention}.v_proj.bias": "BF16", "model.norm.weight": "Q8_0"}
+    odd = {"general.name": "an odd length"}
+    paths = [
+        write_gguf(tmp_path / f"{n}.gguf", raw, matrices="Q8_0", types=types, alignment=n, extra=odd) for n in (1, 32)
+    ]
+    assert {place.offset % 4 for place in GGUFFile(paths[0]).places.values()} == {1, 3}
+    weights = as_weights(config, read_tensors(GGUFFile(paths[0]), config))
+    qkv = weights["layers.0.qkv"]
+    assert isinstance(qkv, Weight)
+    assert qkv.kinds == ("q4_1", "float16", "q8_0")
+    for suffix, found in (("weight", decoded(qkv)), ("bias", weights["layers.0.qkv_bias"])):
+        names = [f"{attention}.{x}_proj.{suffix}" for x in "qkv"]
+        of = [types.get(name, "Q8_0" if suffix == "weight" else "F32") for name in names]
+        expected = np.concatenate([stored(values[name], kind) for name, kind in zip(names, of, strict=True)])
+        np.testing.assert_array_equal(found, expected, strict=True)
+    np.testing.assert_array_equal(weights["norm"], stored(values["model.norm.weight"], "Q8_0"), strict=True)
+    ids = [[int(token) for token in range(20, 40)]]
+    for left, right in zip(*(run(load_model(path).model, ids, [9]) for path in paths), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_a_type_that_cannot_be_dequantized(tmp_path: Path) -> None:
@@ -112,6 +188,23 @@ def test_a_tensor_lies_within_the_data(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(ModelLoadError, match=message):
             load_model(path)
+
+
+def test_a_header_that_is_known_is_checked_against_the_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CONFIGS["llama"])
+    header = GGUFFile(path).header
+    assert GGUFFile(path, header).places == GGUFFile(path).places
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ModelLoadError, match=r"cut file: tensor 'output.weight' takes 8192 bytes from \d+, the file"):
+        GGUFFile(path, header)
+    path.write_bytes(whole)
+    for place in (Place("F32", (32,), -1, 128), Place("F32", (32,), len(whole), 128)):
+        with pytest.raises(ModelLoadError, match="cut file"):
+            GGUFFile(path, header._replace(places={**header.places, "output_norm.weight": place}))
+    shorter = header._replace(places={**header.places, "output_norm.weight": Place("F32", (32,), 64, 64)})
+    with pytest.raises(ModelLoadError, match=r"64 bytes are no float32 of shape \(32,\)"):
+        GGUFFile(path, shorter).read("model.norm.weight")
 
 
 def test_versions(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ def sequences() -> list[list[int]]:
     return [random.randint(3, VOCAB_SIZE, length).tolist() for length in (40, 13)]
 
 
-def write_hf(directory: Path, raw: dict[str, Any], weights: Tensors | None = None) -> Path:
+def write_hf(directory: Path, raw: dict[str, Any], weights: Mapping[str, NDArray[Any]] | None = None) -> Path:
     """A Hugging Face directory, with a tokenizer of as many words as the vocabulary has."""
     from safetensors.numpy import save_file  # noqa: PLC0415
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
-    save_file(tensors(raw) if weights is None else weights, directory / "model.safetensors")
+    save_file(tensors(raw) if weights is None else dict(weights), directory / "model.safetensors")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -99,20 +100,25 @@ def write_gguf(
     raw: dict[str, Any],
     weights: Tensors | None = None,
     *,
-    quantization: str = "F32",
+    matrices: str = "F32",
+    types: Mapping[str, str] | None = None,
+    alignment: int = 32,
     extra: dict[str, Any] | None = None,
     more: dict[str, NDArray[Any]] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
     """A GGUF file as llama.cpp's converter writes it: Llama's queries and keys have their rows interleaved.
 
-    ``extra`` are options, ``more`` tensors under their GGUF names, ``without`` names of tensors to leave out.
+    ``matrices`` is their type, ``types`` that of single tensors by their Hugging Face names. ``extra`` are options,
+    ``more`` tensors under their GGUF names, ``without`` names of tensors to leave out.
     """
     import gguf  # noqa: PLC0415
 
     config = config_from_hf(raw)
     architecture = "llama" if config.architecture == "mistral" else config.architecture
     writer = gguf.GGUFWriter(path, architecture)
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -143,7 +149,7 @@ def write_gguf(
         gguf_name = _gguf_name(name)
         if gguf_name in without:
             continue
-        kind = gguf.GGMLQuantizationType[quantization if values.ndim == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[(types or {}).get(name, matrices if values.ndim == 2 else "F32")]
         writer.add_tensor(gguf_name, gguf.quantize(stored, kind), raw_dtype=kind)
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)

@@ -37,6 +37,11 @@ MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this sha
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Threads to use [default: all]")]
 Blocks = Annotated[int | None, typer.Option("--num-blocks", help="Size of the KV cache [default: from free memory]")]
+Dtype = Annotated[str, typer.Option(help="Of the arithmetic: float32, bfloat16 or auto, which is float32")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="Quantize float weights at load: q8_0, q4_0 or q4_1 [default: weights as the file has them]"),
+]
 KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="float32, float16, bfloat16, int8 or auto")]
 
 
@@ -52,6 +57,8 @@ def generate(
     seed: Seed = None,
     threads: Threads = None,
     num_blocks: Blocks = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
     kv_cache_dtype: KVDtype = "auto",
 ) -> None:
     """Continue a text."""
@@ -60,7 +67,8 @@ def generate(
     )
     if prompt == "-":
         prompt = sys.stdin.read() if sys.stdin else ""  # None: closed
-    llm = _open(model, threads, num_blocks, kv_cache_dtype)
+    loaded = load_with_progress(model, notes, dtype=dtype, quantization=quantization)
+    llm = LLM(loaded, num_threads=threads, num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype)
     result, timings = stream_text(llm, prompt, params)
     _summarize(result, timings)
 
@@ -77,13 +85,16 @@ def chat(
     seed: Seed = None,
     threads: Threads = None,
     num_blocks: Blocks = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
     kv_cache_dtype: KVDtype = "auto",
 ) -> None:
     """Talk with a model. Each turn finds the turns before it in the prefix cache."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
-    llm = _open(model, threads, num_blocks, kv_cache_dtype)
+    loaded = load_with_progress(model, notes, dtype=dtype, quantization=quantization)
+    llm = LLM(loaded, num_threads=threads, num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype)
     messages = [{"role": "system", "content": system}] if system else []
     notes.print("Write a message. Ctrl-C stops an answer, Ctrl-D ends the chat.", style="dim")
     while (message := _ask()) is not None:
@@ -112,11 +123,6 @@ def run() -> None:
         app()
     except LeafKVError as error:
         sys.exit(f"leafkv: {error}")
-
-
-def _open(model: str | None, threads: int | None, num_blocks: int | None, kv_cache_dtype: str) -> LLM:
-    loaded = load_with_progress(model, notes)
-    return LLM(loaded, num_threads=threads, num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype)
 
 
 def _ask() -> str | None:

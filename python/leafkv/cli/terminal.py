@@ -35,13 +35,17 @@ class Timings:
         return (self.tokens - 1) / decoding if decoding > 0 else 0.0
 
 
-def load_with_progress(model: str | None, console: Console) -> LoadedModel:
+def load_with_progress(
+    model: str | None, console: Console, *, dtype: str = "auto", quantization: str | None = None
+) -> LoadedModel:
     """Load a model (None: the embedded one) behind a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
         return load_model(
             model,
+            dtype=dtype,
+            quantization=quantization,
             progress=lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
         )
 

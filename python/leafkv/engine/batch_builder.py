@@ -79,4 +79,5 @@ class BatchBuilder:
                 num_threads=self._num_threads,
             ),
             logit_rows=(starts[1:] - 1)[computed + counts == known].astype(np.int64),
+            num_threads=self._num_threads,
         )

@@ -14,7 +14,6 @@ from leafkv.engine.batch_builder import BatchBuilder
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.sampler import INVALID, sample
 from leafkv.engine.scheduler import Scheduler, WorkItem
-from leafkv.engine.threads import BlasThreads
 from leafkv.errors import InvalidInputError, InvariantError, LeafKVError
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Engine:
             max_model_len=max_model_len,
             num_threads=num_threads,
         )
-        self._blas_threads = BlasThreads(num_threads)
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, Request] = {}
         self._outputs: list[RequestOutput] = []
@@ -159,8 +157,7 @@ class Engine:
         if len(copies):
             self.cache.copy_blocks(copies)
         batch = self._builder.build(work)
-        with self._blas_threads.limited():
-            logits: NDArray[np.float32] = self.model.forward(batch, self.cache)
+        logits: NDArray[np.float32] = self.model.forward(batch, self.cache)
         sampled = [request for request, n in work if request.num_uncomputed_tokens == n]
         expected = (len(sampled), self.model.config.vocab_size)
         if logits.shape != expected:

@@ -19,6 +19,7 @@ from leafkv.engine.sampling_params import SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
 from leafkv.kv.cache import DTYPES
+from leafkv.models.conversion import Conversion
 
 if TYPE_CHECKING:
     from leafkv.engine.request import Request
@@ -43,13 +44,17 @@ class LLM:
         max_model_len: tokens of a prompt and its answer at most; None for what the model was made for.
         enable_prefix_caching: whether prompts find the KV of prefixes computed before.
         partial_hits: whether they find it inside of blocks, too; what they share of a block is copied.
-        dtype: of weights and activations: "auto" or "float32", which are the same.
+        dtype: of the arithmetic. "float32", which "auto" is too: weights stay as the file has them, floats or
+            quantized, and are widened exactly when they are used. "bfloat16": weights and activations are bfloat16.
+            Of a loaded model "auto" is what it was loaded with.
+        quantization: "q8_0", "q4_0" or "q4_1" quantizes weights at load that the file has as floats; None leaves them
+            as they are. It goes with float32 alone.
         kv_cache_dtype: "auto" (float32), "float32", "float16", "bfloat16" or "int8".
         num_threads: threads for attention and matrix products; None for all.
 
     Raises:
-        InvalidInputError: an argument is malformed.
-        ModelLoadError: the model cannot be read.
+        InvalidInputError: an argument is malformed, or not what ``model`` was loaded with.
+        ModelLoadError: the model cannot be read, or not be quantized like that.
         InsufficientMemoryError: the KV cache does not fit in free memory.
     """
 
@@ -65,6 +70,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         partial_hits: bool = False,
         dtype: str = "auto",
+        quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         num_threads: int | None = None,
     ) -> None:
@@ -80,14 +86,15 @@ class LLM:
         for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("partial_hits", partial_hits)):
             if not isinstance(flag, bool):
                 raise InvalidInputError(f"{name}: expected True or False, got {flag!r}")
-        if dtype not in ("auto", "float32"):
-            raise InvalidInputError(f"dtype: only float32 is supported for now, got {dtype!r}")
+        conversion = Conversion(dtype, quantization)
         if kv_cache_dtype not in ("auto", *DTYPES):
             raise InvalidInputError(
                 f"kv_cache_dtype: expected one of auto, {', '.join(DTYPES)}, got {kv_cache_dtype!r}"
             )
         log.show()
-        loaded = _load(model)
+        loaded = _load(model, conversion)
+        if summary := getattr(loaded, "weights", None):
+            log.logger.info("%s: weights %s; arithmetic in %s", loaded.name, summary, loaded.dtype)
         config = loaded.config
         context = config.max_position_embeddings
         if max_model_len is not None and max_model_len > context:
@@ -267,13 +274,21 @@ class LLM:
                     self._lock.release()
 
 
-def _load(model: str | Path | LoadedModel | None) -> LoadedModel:
+def _load(model: str | Path | LoadedModel | None, conversion: Conversion) -> LoadedModel:
     if model is None or isinstance(model, (str, Path)):
         from leafkv.models import load_model  # noqa: PLC0415 (needs the extra)
 
-        return load_model(model)
+        return load_model(model, dtype=conversion.dtype, quantization=conversion.quantization)
     if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
         raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
+    # A model is what it was loaded as: what is asked for now must be that.
+    dtype, quantization = getattr(model, "dtype", "float32"), getattr(model, "quantization", None)
+    if conversion.dtype not in ("auto", dtype):
+        raise InvalidInputError(f"dtype: expected auto or {dtype}, as the model was loaded, got {conversion.dtype!r}")
+    if conversion.quantization not in (None, quantization):
+        raise InvalidInputError(
+            f"quantization: expected {quantization!r}, as the model was loaded, got {conversion.quantization!r}"
+        )
     return model
 
 

@@ -34,13 +34,10 @@ class Cache(Protocol):
     """The part of `leafkv.kv.cache.KVCache` that a model uses."""
 
     def layer(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of one layer, to write to and to attend over."""
+        """Keys and values of one layer, to write to and to attend over, as `leafkv._core.write_kv` takes them."""
 
     def scales(self, index: int) -> dict[str, Any]:
-        """Of one layer: ``k_scale`` and ``v_scale``, to attend with; empty where the cache has none."""
-
-    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
-        """Store the keys and values [T, num_kv_heads, head_dim] of one layer at ``slots`` [T]."""
+        """Of one layer: ``k_scale`` and ``v_scale``; empty where the cache has none."""
 
 
 @dataclass(slots=True)
@@ -57,6 +54,8 @@ class Batch:
     """Who attends to what, for these T rows."""
     logit_rows: NDArray[np.int64]
     """[S], the rows whose logits are wanted."""
+    num_threads: int | None = None
+    """Threads to use; None for all. The plan has its own."""
 
 
 class Model(Protocol):

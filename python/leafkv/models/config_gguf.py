@@ -16,7 +16,7 @@ from leafkv.models.rope import FrequencyFactors, LinearScaling, YarnScaling, yar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from leafkv.models.gguf import GGUFHeader
+    from leafkv.models.gguf_header import GGUFHeader
     from leafkv.models.rope import RopeScaling
 
 # As GGUF names them: Mistral models are "llama" there.

@@ -1,38 +1,27 @@
-"""Reading GGUF files: metadata, and tensors of every type that the ``gguf`` library can dequantize.
-
-`gguf.GGUFReader` parses the header. It takes some two seconds for a vocabulary of 50,000 tokens, so the weights
-cache keeps what loading needs of it, the `GGUFHeader`: a warm start does not parse the file at all. A model that
-is too large for the cache pays every time.
-
-The library trusts the lengths that it finds. Wherever a file is cut, it runs into the end, which is a
-`ModelLoadError`; that every tensor lies within the file's data is checked here. Nothing stops it, however, when
-the length of an array of numbers is damaged: it then takes that many steps, and memory for each.
+"""The tensors of a GGUF file, mapped into memory, under their Hugging Face names.
 
 Llama's queries and keys are stored with the pairs of RoPE interleaved; `GGUFFile.read` puts them back in
-half-rotation order, in which Hugging Face files have them. Qwen's are stored as they are.
+half-rotation order, in which Hugging Face files have them: they are the only ones that are copied, in whatever type
+they are. Qwen's are stored as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from leafkv._extras import require
 from leafkv.errors import ModelLoadError
+from leafkv.models.gguf_header import GGUFHeader, read_header
+from leafkv.models.gguf_types import read_tensor
+from leafkv.models.mapped import map_file
+from leafkv.models.tensors import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-# Elements dequantized at a time: the library's temporaries then stay in the CPU's cache (3x faster).
-_CHUNK = 1 << 16
+    from leafkv.models.mapped import Place
 
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -49,7 +38,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 def hf_name(name: str) -> str:
@@ -61,16 +49,6 @@ def hf_name(name: str) -> str:
     if match and match[2] in _LAYER_NAMES:
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
     return name
-
-
-class GGUFHeader(NamedTuple):
-    """What loading needs to know of a file besides its weights. JSON has room for every value in it."""
-
-    metadata: dict[str, Any]
-    tensor_names: list[str]
-    """The tensors, as the file names them."""
-    rope_factors: list[float] | None
-    """The tensor ``rope_freqs.weight``, if there is one."""
 
 
 def digest(path: Path) -> str:
@@ -85,42 +63,35 @@ def digest(path: Path) -> str:
 class GGUFFile:
     """A GGUF file, mapped into memory.
 
+    Args:
+        path: the file.
+        header: what `read_header` has found in it before; None parses it.
+
     Raises:
-        ModelLoadError: it is not a GGUF file, or a cut or damaged one.
+        ModelLoadError: it is not a GGUF file, or a cut or damaged one, or ``header`` is another file's.
     """
 
-    def __init__(self, path: Path) -> None:
-        _check_start(path)
-        gguf = require("gguf", "models")
-        try:
-            reader = gguf.GGUFReader(path)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-        except Exception as error:  # whatever the library comes upon in a place where it expects something else
-            raise ModelLoadError(f"cut or damaged file, or newer than the gguf library: {error!r}") from error
-        for tensor in reader.tensors:
-            if not reader.data_offset <= tensor.data_offset <= len(reader.data) - tensor.n_bytes:
+    def __init__(self, path: Path, header: GGUFHeader | None = None) -> None:
+        self.header = read_header(path) if header is None else header
+        self._file = map_file(path)
+        for name, place in self.header.places.items():
+            if not 0 <= place.offset <= len(self._file) - place.nbytes:
                 raise ModelLoadError(
-                    f"cut or damaged file: tensor {tensor.name!r} takes {tensor.n_bytes} bytes from "
-                    f"{tensor.data_offset}, the file has data from {reader.data_offset} to {len(reader.data)}"
+                    f"cut file: tensor {name!r} takes {place.nbytes} bytes from {place.offset}, "
+                    f"the file has {len(self._file)}"
                 )
-        self._tensors = {hf_name(tensor.name): tensor for tensor in reader.tensors}
-        self._interleaved = metadata.get("general.architecture") == "llama"
-        rope_factors = None
-        if factors := self._tensors.pop(ROPE_FACTORS, None):
-            values = np.empty(_shape(factors), dtype=np.float32)
-            _dequantize(factors, values)
-            rope_factors = values.tolist()
-        self.header = GGUFHeader(metadata, [tensor.name for tensor in self._tensors.values()], rope_factors)
+        self._labels = {hf_name(name): name for name in self.header.places}
+        self._interleaved = self.header.metadata.get("general.architecture") == "llama"
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape, by Hugging Face name."""
-        return {name: _shape(tensor) for name, tensor in self._tensors.items()}
+    def places(self) -> Mapping[str, Place]:
+        """Every tensor's type, shape and place, by Hugging Face name."""
+        return {name: self.header.places[label] for name, label in self._labels.items()}
 
     def label(self, name: str) -> str:
         """What the file calls a tensor."""
-        if name in self._tensors:
-            return str(self._tensors[name].name)
+        if name in self._labels:
+            return self._labels[name]
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
         names = {theirs: ours for ours, theirs in (_GLOBAL_NAMES | _LAYER_NAMES).items()}
         if match is None or match[2] not in names:
@@ -128,47 +99,22 @@ class GGUFFile:
         prefix = f"blk.{match[1]}." if match[1] else ""
         return f"{prefix}{names[match[2]]}.{match[3]}"
 
-    def read(self, name: str, out: NDArray[np.float32]) -> None:
-        """Fill ``out`` with a tensor in float32, in half-rotation order."""
-        _dequantize(self._tensors[name], out)
+    def read(self, name: str) -> Tensor:
+        """A tensor, in half-rotation order: mapped where its type and its order allow."""
+        label = self._labels[name]
+        tensor = read_tensor(self._file, self.header.places[label], label)
         if self._interleaved and ".self_attn." in name and (".q_proj." in name or ".k_proj." in name):
             key = "head_count" if ".q_proj." in name else "head_count_kv"
             metadata = self.header.metadata
             heads = metadata.get(f"llama.attention.{key}", metadata["llama.attention.head_count"])
-            # Row 2 i + j of a head is the j-th of pair i; half-rotation has it at row j * (head_dim / 2) + i.
-            pairs = out.reshape(heads, -1, 2, *out.shape[1:])
-            out[...] = pairs.swapaxes(1, 2).reshape(out.shape)
+            return _in_halves(tensor, heads)
+        return tensor
 
 
-def _check_start(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(8)
-    if not start:
-        raise ModelLoadError("the file is empty")
-    if start[:4] != _MAGIC:
-        raise ModelLoadError(f"not a GGUF file: it starts with {start[:4]!r}, not {_MAGIC!r}")
-    version = int.from_bytes(start[4:], "little")
-    if len(start) == 8 and version not in _VERSIONS:
-        raise ModelLoadError(f"GGUF version {version} is not supported (supported: 2 and 3, little-endian)")
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.shape[::-1].tolist())  # the file has the innermost first
-
-
-def _dequantize(tensor: Any, out: NDArray[np.float32]) -> None:
-    gguf = require("gguf", "models")
-    kind = tensor.tensor_type
-    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.asarray(tensor.data).reshape(-1).view(np.uint8)
-    flat = out.reshape(-1)
-    step = max(1, _CHUNK // per_block)
-    for start in range(0, tensor.n_bytes // block_bytes, step):
-        blocks = raw[start * block_bytes : (start + step) * block_bytes]
-        try:
-            values = gguf.dequantize(blocks.reshape(1, -1), kind)
-        except NotImplementedError as error:
-            raise ModelLoadError(
-                f"tensor {tensor.name!r} is of type {kind.name}, which the gguf library cannot dequantize"
-            ) from error
-        flat[start * per_block : (start + step) * per_block] = values.reshape(-1)
+def _in_halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows that belong to interleaved pairs, in half-rotation order: whole rows change places, whatever their kind."""
+    if len(tensor.shape) == 1:  # a bias: its elements are the rows, and may share blocks
+        tensor = tensor.to("float32")
+    # Row 2 i + j of a head is the j-th of pair i; half-rotation has it at row j * (head_dim / 2) + i.
+    pairs = tensor.data.reshape(heads, -1, 2, *tensor.data.shape[1:])
+    return Tensor(tensor.kind, tensor.shape, pairs.swapaxes(1, 2).reshape(tensor.data.shape))

@@ -1,43 +1,42 @@
-"""Reading safetensors files, one or a sharded set, as float32.
+"""Reading safetensors files, one or a sharded set, mapped into memory.
 
 The ``safetensors`` library checks the header and the file's length. The bytes are mapped here: numpy has no
-bfloat16, which most checkpoints are made of, and which is the upper half of a float32.
+bfloat16, which most checkpoints are made of.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from leafkv._extras import require
 from leafkv.errors import ModelLoadError
+from leafkv.models.mapped import Place, map_file, raw_bytes, view
+from leafkv.models.tensors import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class _Stored(NamedTuple):
     file: NDArray[np.uint8]
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    place: Place
 
 
 class SafetensorsFiles:
     """The tensors of a Hugging Face directory: ``model.safetensors``, or the shards that an index names.
 
     Raises:
-        ModelLoadError: a file is missing, cut or malformed, or a tensor has a dtype that is not a float.
+        ModelLoadError: a file is missing, cut or malformed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,28 +48,28 @@ class SafetensorsFiles:
             self._tensors |= {name: found[name] for name in (found if names is None else names)}
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape, by name."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+    def places(self) -> Mapping[str, Place]:
+        """Every tensor's type, shape and place, by name."""
+        return {name: tensor.place for name, tensor in self._tensors.items()}
 
     def label(self, name: str) -> str:
         """The name itself."""
         return name
 
-    def read(self, name: str, out: NDArray[np.float32]) -> None:
-        """Fill ``out`` with a tensor, converted to float32."""
-        tensor = self._tensors[name]
-        if tensor.dtype not in _DTYPES:
+    def read(self, name: str) -> Tensor:
+        """A tensor, mapped; rounded to float32 if it is float64.
+
+        Raises:
+            ModelLoadError: its dtype is not a float.
+        """
+        file, place = self._tensors[name]
+        if place.type not in _FLOATS:
             raise ModelLoadError(
-                f"tensor {name!r} has dtype {tensor.dtype}, which is not supported (supported: {', '.join(_DTYPES)})"
+                f"tensor {name!r} has dtype {place.type}, which is not supported (supported: {', '.join(_FLOATS)})"
             )
-        values = tensor.file[tensor.start : tensor.stop].view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
-        if tensor.dtype == "BF16":
-            bits = out.view(np.uint32)
-            bits[...] = values
-            bits <<= 16
-        else:
-            out[...] = values
+        if place.type == "F64":
+            return Tensor("float32", place.shape, raw_bytes(file, place).view("<f8").astype("f4").reshape(place.shape))
+        return view(file, place)
 
 
 def _files(directory: Path) -> list[tuple[Path, set[str] | None]]:
@@ -102,12 +101,12 @@ def _map(path: Path) -> dict[str, _Stored]:
             pass  # opening it checks the header, the offsets and the file's length
     except Exception as error:
         raise ModelLoadError(f"{path.name} is cut or not a safetensors file: {error}") from error
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    data = map_file(path)
     length = int(data[:8].view("<u8")[0])
     header = json.loads(bytes(data[8 : 8 + length]))
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        found[name] = _Stored(data, entry["dtype"], tuple(entry["shape"]), start, stop)
+        start, stop = entry["data_offsets"]
+        found[name] = _Stored(data, Place(entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start))
     return found

@@ -1,11 +1,14 @@
-"""A cache of converted weights on disk: the header and the float32 arrays of model files, mapped on the next start.
+"""A cache on disk of what loading a model file has computed: its header, and the tensors that had to be converted.
+
+Tensors that are mapped as the model file has them are not in it; if all are, an entry is the header alone.
 
 Where:  ``LEAFKV_CACHE_DIR``, else ``$XDG_CACHE_HOME/leafkv``, else ``~/.cache/leafkv``; in it, ``weights/``.
 Limit:  ``LEAFKV_CACHE_MAX_BYTES``, 4 GiB by default, for all entries together. The least recently used go first;
         an entry larger than the limit is not stored; 0 disables the cache.
-Key:    the SHA-256 of the model file, and the version of the conversion: a changed file never meets old weights.
-Entry:  a magic word, the table's length and CRC-32, the table in JSON (the model file's header; name, shape, place
-        and CRC-32 of each array), and the arrays at multiples of 64 bytes. It is written to a temporary file,
+Key:    the SHA-256 of the model file, what weights are converted to, and the version of the conversion: a changed
+        file never meets old weights, nor those of another dtype or quantization.
+Entry:  a magic word, the table's length and CRC-32, the table in JSON (the model file's header; name, kind, shape,
+        place and CRC-32 of each tensor), and their bytes at multiples of 64. It is written to a temporary file,
         synced and renamed: whole, or not there. Every checksum is verified; a cut or damaged entry is made anew.
 
 The cache is never needed: whatever goes wrong with the disk costs the entry, not the load. Deleting the directory
@@ -27,17 +30,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from leafkv.errors import InvalidInputError
+from leafkv.models.mapped import map_file
+from leafkv.models.tensors import Tensor
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Mapping
 
-    from leafkv.models.parameters import Progress, Weights
+    from leafkv.models.parameters import Progress
 
-CONVERSION = 2
-"""Version of what an entry holds: change it with the header, or the names, stacking or dequantization of parameters."""
+CONVERSION = 3
+"""Version of what an entry holds: change it with the header, or the names, order or conversion of tensors."""
 
 DEFAULT_MAX_BYTES = 4 << 30
-_MAGIC = b"LEAFKVW1"
+_MAGIC = b"LEAFKVW2"
 _PREFIX = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
 _SUFFIX = ".weights"
@@ -72,8 +77,8 @@ class WeightsCache:
         """Whether an entry may be as large as this at all."""
         return nbytes <= self.max_bytes
 
-    def load(self, key: str, progress: Progress | None = None) -> tuple[Any, Weights] | None:
-        """The header and the arrays, mapped read-only, of an entry; None if there is no whole, undamaged one."""
+    def load(self, key: str, progress: Progress | None = None) -> tuple[Any, dict[str, Tensor]] | None:
+        """The header and the tensors, mapped read-only, of an entry; None if there is no whole, undamaged one."""
         path = self._path(key)
         try:
             found = _map(path, progress)
@@ -87,23 +92,23 @@ class WeightsCache:
             os.utime(path)
         return found
 
-    def store(self, key: str, header: Any, weights: Weights) -> bool:
+    def store(self, key: str, header: Any, tensors: Mapping[str, Tensor]) -> bool:
         """Write an entry, and make room for it. False if it did not work, whatever the reason.
 
         ``header`` is anything that JSON has room for.
         """
-        if not self.fits(sum(array.nbytes for array in weights.values())):
+        if not self.fits(sum(tensor.nbytes for tensor in tensors.values())):
             return False
         temporary = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            table, size = _table(header, weights)
+            table, size = _table(header, tensors)
             if not self._make_room(size):
                 return False
             handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
             temporary = Path(name)
             with os.fdopen(handle, "wb") as file:
-                _write(file, table, weights)
+                _write(file, table, tensors)
             temporary.replace(self._path(key))
         except OSError:
             if temporary is not None:
@@ -138,35 +143,35 @@ class WeightsCache:
         return True
 
 
-def _table(header: Any, weights: Weights) -> tuple[bytes, int]:
-    """What an entry begins with, padded so that the arrays begin aligned, and the size of the whole entry."""
-    arrays, end = [], 0
-    for name, array in weights.items():
-        # Offsets count from the first array, as the table's own length is not known yet.
-        place = {"offset": end, "nbytes": array.nbytes, "crc32": _crc32(array)}
-        arrays.append({"name": name, "shape": array.shape, **place})
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    text = json.dumps({"header": header, "arrays": arrays, "nbytes": end}).encode()
+def _table(header: Any, tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
+    """What an entry begins with, padded so that the tensors begin aligned, and the size of the whole entry."""
+    entries, end = [], 0
+    for name, tensor in tensors.items():
+        # Offsets count from the first tensor, as the table's own length is not known yet.
+        place = {"offset": end, "nbytes": tensor.nbytes, "crc32": zlib.crc32(_bytes(tensor))}
+        entries.append({"name": name, "kind": tensor.kind, "shape": tensor.shape, **place})
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    text = json.dumps({"header": header, "tensors": entries, "nbytes": end}).encode()
     text += b" " * (-(_PREFIX.size + len(text)) % _ALIGNMENT)
     return _PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text, _PREFIX.size + len(text) + end
 
 
-def _write(file: BinaryIO, table: bytes, weights: Weights) -> None:
+def _write(file: BinaryIO, table: bytes, tensors: Mapping[str, Tensor]) -> None:
     file.write(table)
-    for array in weights.values():
-        file.write(_bytes(array))
-        file.write(bytes(-array.nbytes % _ALIGNMENT))
+    for tensor in tensors.values():
+        file.write(_bytes(tensor))
+        file.write(bytes(-tensor.nbytes % _ALIGNMENT))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _map(path: Path, progress: Progress | None) -> tuple[Any, Weights]:
-    """The header and the arrays of an entry.
+def _map(path: Path, progress: Progress | None) -> tuple[Any, dict[str, Tensor]]:
+    """The header and the tensors of an entry.
 
     Raises:
         ValueError, struct.error: the entry is cut or damaged.
     """
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    data = map_file(path)
     magic, length, crc32 = _PREFIX.unpack(bytes(data[: _PREFIX.size]))
     start = _PREFIX.size + length
     text = bytes(data[_PREFIX.size : start])
@@ -175,24 +180,21 @@ def _map(path: Path, progress: Progress | None) -> tuple[Any, Weights]:
     table = json.loads(text)
     if len(data) != start + table["nbytes"]:
         raise ValueError("wrong size")
-    weights: dict[str, NDArray[np.float32]] = {}
-    total, done = sum(entry["nbytes"] for entry in table["arrays"]), 0
-    for entry in table["arrays"]:
+    tensors: dict[str, Tensor] = {}
+    total, done = sum(entry["nbytes"] for entry in table["tensors"]), 0
+    for entry in table["tensors"]:
         at = start + entry["offset"]
-        # A plain ndarray: np.memmap would run Python code for every view that a forward pass takes.
-        array = np.asarray(data[at : at + entry["nbytes"]]).view(np.ndarray)
-        if _crc32(array) != entry["crc32"]:
+        raw = data[at : at + entry["nbytes"]]
+        if zlib.crc32(raw.data) != entry["crc32"]:
             raise ValueError(f"{entry['name']} is damaged")
-        weights[entry["name"]] = array.view(np.float32).reshape(entry["shape"])
+        tensors[entry["name"]] = Tensor.of_bytes(entry["kind"], tuple(entry["shape"]), raw)
         done += entry["nbytes"]
         if progress is not None:
             progress(done, total, "mapping weights")
-    return table["header"], weights
+    return table["header"], tensors
 
 
-def _bytes(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B")
-
-
-def _crc32(array: NDArray[Any]) -> int:
-    return zlib.crc32(_bytes(array))
+def _bytes(tensor: Tensor) -> memoryview:
+    """The data's bytes, as `Tensor.of_bytes` takes them."""
+    data = np.ascontiguousarray(tensor.data)
+    return data.astype(data.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data

@@ -8,6 +8,7 @@
 pub mod attention;
 mod batch;
 mod block;
+mod buffer;
 mod cached;
 mod check;
 mod config;
@@ -15,6 +16,7 @@ mod digest;
 mod error;
 mod events;
 mod manager;
+pub mod ops;
 mod pins;
 mod pool;
 mod radix;

@@ -1,13 +1,14 @@
-//! Threads for attention: one rayon pool per thread count, made on first use and kept.
+//! Threads for attention and the operations around it: one rayon pool per thread count, made on first use and kept.
 //!
 //! The calling thread works too, so a pool for `n` threads has `n - 1` workers, and a call that needs none never
-//! wakes one. Nobody waits for workers to wake up, only for those that have begun. Threads do not survive `fork()`: a
-//! child that finds its parent's pools makes its own.
+//! wakes one. Nobody waits for workers to wake up, only for those that have begun. Waking takes longer than most calls, so
+//! a worker that has helped stays awake for a moment: a model's calls follow each other closely. Threads do not survive
+//! `fork()`: a child that finds its parent's pools makes its own.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicPtr, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Thread};
@@ -25,6 +26,11 @@ const MAX_THREADS: usize = 1024;
 /// this very core gets it only then.
 const SPIN: Duration = Duration::from_micros(5);
 
+/// How long a worker stays awake for the next call: from one step of a model to the next, with some Python between them.
+const LINGER: Duration = Duration::from_micros(400);
+/// Of that, how long it keeps its core to itself.
+const EAGER: Duration = Duration::from_micros(40);
+
 /// Jobs for each worker that may wait for one: whoever calls while workers are held elsewhere does the work alone, and
 /// leaves no more behind.
 const MOST_WAITING: usize = 4;
@@ -35,10 +41,16 @@ struct Registry {
     pools: Mutex<BTreeMap<usize, Arc<Workers>>>,
 }
 
-/// Workers, and how many jobs are posted that none has begun.
+/// Workers, and what keeps them apart from each other.
 struct Workers {
     pool: ThreadPool,
+    /// Jobs that are posted and that none has begun.
     waiting: AtomicUsize,
+    /// Workers that are awake and look at `calls`.
+    lingering: AtomicUsize,
+    /// How many calls there have been, and the last one.
+    calls: AtomicUsize,
+    last: Mutex<Option<Arc<Call>>>,
 }
 
 impl Workers {
@@ -48,8 +60,47 @@ impl Workers {
             .num_threads(count)
             .thread_name(|i| format!("leafkv-{i}"))
             .build();
-        let (pool, waiting) = (pool.ok()?, AtomicUsize::new(0));
-        Some(Arc::new(Self { pool, waiting }))
+        Some(Arc::new(Self {
+            pool: pool.ok()?,
+            waiting: AtomicUsize::new(0),
+            lingering: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
+            last: Mutex::default(),
+        }))
+    }
+
+    /// Tells workers that are awake of a call; says how many they are, or soon were: one that goes to sleep looks once more
+    /// after it has left their number.
+    fn announce(&self, call: &Arc<Call>) -> usize {
+        *lock(&self.last) = Some(Arc::clone(call));
+        self.calls.fetch_add(1, SeqCst);
+        self.lingering.load(SeqCst)
+    }
+
+    /// A worker's time after its job: it helps with whatever is called for, until nothing is for a while.
+    fn linger(&self) {
+        let mut seen = self.calls.load(SeqCst);
+        loop {
+            self.lingering.fetch_add(1, SeqCst);
+            let idle = Instant::now();
+            while self.calls.load(SeqCst) == seen && idle.elapsed() < LINGER {
+                if idle.elapsed() < EAGER {
+                    hint::spin_loop();
+                } else {
+                    thread::yield_now();
+                }
+            }
+            self.lingering.fetch_sub(1, SeqCst);
+            let calls = self.calls.load(SeqCst);
+            if calls == seen {
+                return;
+            }
+            seen = calls;
+            let call = lock(&self.last).clone();
+            if let Some(call) = call {
+                call.help();
+            }
+        }
     }
 }
 
@@ -91,7 +142,7 @@ fn share(workers: &Arc<Workers>, helpers: usize, work: &(dyn Fn() + Sync)) {
         panic: Mutex::default(),
     });
     let open = OpenDoor(&call);
-    for _ in 0..helpers {
+    for _ in workers.announce(&call)..helpers {
         if workers.waiting.fetch_add(1, Relaxed) >= MOST_WAITING * helpers {
             workers.waiting.fetch_sub(1, Relaxed);
             break;
@@ -100,6 +151,7 @@ fn share(workers: &Arc<Workers>, helpers: usize, work: &(dyn Fn() + Sync)) {
         workers.pool.spawn(move || {
             all.waiting.fetch_sub(1, Relaxed);
             call.help();
+            all.linger();
         });
     }
     work();
@@ -149,7 +201,7 @@ impl Call {
     }
 
     fn panic(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
-        self.panic.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.panic)
     }
 }
 
@@ -173,16 +225,17 @@ impl Drop for OpenDoor<'_> {
 }
 
 fn workers(num_threads: usize) -> Option<Arc<Workers>> {
-    let mut pools = registry()
-        .pools
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
+    let mut pools = lock(&registry().pools);
     if let Some(workers) = pools.get(&num_threads) {
         return Some(Arc::clone(workers));
     }
     let workers = Workers::new(num_threads - 1)?;
     pools.insert(num_threads, Arc::clone(&workers));
     Some(workers)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// This process's registry. One that a parent process left behind is abandoned, never locked or dropped: its mutex may

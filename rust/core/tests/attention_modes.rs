@@ -3,57 +3,12 @@
 #![cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 
 mod attention_support;
-
-use std::arch::asm;
+mod modes;
 
 use attention_support::*;
 use leafkv_core::Isa;
 use leafkv_core::attention::{KvDtype, Options, Plan, Side, Vectors, VectorsMut, attend, write_kv};
-
-/// Denormals are zeros, going in and coming out; towards zero; both, with exceptions seen before.
-#[cfg(target_arch = "x86_64")]
-const MODES: [u64; 3] = [0x9fc0, 0x7f80, 0xffff];
-#[cfg(target_arch = "aarch64")]
-const MODES: [u64; 3] = [1 << 24, 0b11 << 22, 0b111 << 22];
-
-#[cfg(target_arch = "x86_64")]
-fn mode() -> u64 {
-    let mut mode = 0_u32;
-    // SAFETY: it is written to these four bytes.
-    unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mode) };
-    mode.into()
-}
-#[cfg(target_arch = "aarch64")]
-fn mode() -> u64 {
-    let mode;
-    // SAFETY: it is read, and that is all.
-    unsafe { asm!("mrs {}, fpcr", out(reg) mode) };
-    mode
-}
-
-fn set(mode: u64) {
-    // SAFETY: the register has this mode; this crate computes nothing under it.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        asm!("ldmxcsr [{}]", in(reg) &raw const mode);
-    }
-    // SAFETY: as above.
-    #[cfg(target_arch = "aarch64")]
-    unsafe {
-        asm!("msr fpcr, {}", in(reg) mode);
-    }
-}
-
-/// Calls under a mode, which must be as it was afterwards.
-fn under<T>(wanted: u64, call: impl FnOnce() -> T) -> T {
-    let own = mode();
-    set(wanted);
-    let result = call();
-    let left = mode();
-    set(own);
-    assert_eq!(left, wanted, "{left:x} instead of {wanted:x}");
-    result
-}
+use modes::{MODES, mode, under};
 
 fn bits(rows: &Rows) -> Vec<u32> {
     let numbers = rows.out.iter().chain(&rows.lse);

@@ -7,13 +7,11 @@ use leafkv_core::attention::{
 use pyo3::prelude::*;
 
 use crate::array::kv::Cache;
-use crate::array::new::{Matrix, empty};
+use crate::array::new::{Fresh, empty};
 use crate::array::view::View;
 use crate::error::{invalid, to_py};
+use crate::gil::{BRIEF_ELEMENTS, maybe_detach};
 use crate::int::{optional, positive};
-
-/// Elements that are copied or converted before another Python thread would have noticed a released GIL.
-const BRIEF_ELEMENTS: usize = 1 << 16;
 
 /// Who computes what in one step of paged attention; made once, used by every layer.
 #[pyclass(frozen, module = "leafkv._core")]
@@ -137,7 +135,7 @@ pub(crate) fn write_kv(
     let cache = Cache::new(key_cache, value_cache, k_scale, v_scale)?;
     let (keys, values) = (key.vectors()?, value.vectors()?);
     let layer = cache.layer(keys.shape()[2])?;
-    cache.expect_storable([&key, &value])?;
+    cache.expect_storable(&[&key, &value])?;
     let slots = View::new("slots", slots)?.vector::<i64>()?;
     let brief = keys.shape().iter().product::<usize>() <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || write(&layer, &keys, &values, &slots)).map_err(to_py)
@@ -235,8 +233,8 @@ fn run<'py>(
     let out = out.unwrap_or_else(|| empty(py, [tokens, heads, head_dim]));
     let read = cache.views().chain([query]);
     let mut rows = View::new("out", &out)?.vectors_mut(read)?;
-    let mut lse = return_lse.then(|| Matrix::new(py, [tokens, heads]));
-    let sums = lse.as_mut().map(Matrix::items);
+    let mut lse = return_lse.then(|| Fresh::new(py, [tokens, heads]));
+    let sums = lse.as_mut().map(Fresh::items);
     let isa = Isa::current().map_err(to_py)?;
     let brief = plan.is_brief(options).map_err(to_py)?;
     maybe_detach(py, brief, || {
@@ -247,9 +245,4 @@ fn run<'py>(
         Some(lse) => Ok((out, lse.into_any()).into_pyobject(py)?.into_any()),
         None => Ok(out),
     }
-}
-
-/// Runs `work` without the GIL, unless it is over before anyone could make use of it.
-fn maybe_detach<T: Send>(py: Python<'_>, brief: bool, work: impl FnOnce() -> T + Send) -> T {
-    if brief { work() } else { py.detach(work) }
 }

@@ -5,8 +5,11 @@ mod array;
 mod attention;
 mod error;
 mod events;
+mod gil;
 mod int;
+mod linear;
 mod manager;
+mod ops;
 mod scope;
 
 /// The extension module `leafkv._core`.
@@ -27,6 +30,12 @@ mod _core {
     use super::attention::{
         AttentionPlan, copy_blocks, instruction_set, paged_attention, write_kv,
     };
+
+    #[pymodule_export]
+    use super::linear::{Weight, embed, linear};
+
+    #[pymodule_export]
+    use super::ops::{argmax, rms_norm, rope_write_kv, silu_mul, top_k};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

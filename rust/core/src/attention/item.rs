@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::buffer::Buffer;
 use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
@@ -15,7 +16,7 @@ use super::matrix;
 use super::merge::Record;
 use super::plan::{Item, Unit};
 use super::rows::{PackQuery, Row, RowTile, cut_rows, gather_rows, query_words};
-use super::scratch::{Buffer, padded};
+use super::scratch::padded;
 use super::tiles::{Source, TileBuffers};
 
 /// How many rows ahead those of the output are asked for.

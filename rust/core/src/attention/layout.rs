@@ -304,33 +304,31 @@ impl<'a> KvLayer<'a> {
         }
     }
 
-    /// Byte offsets of a token's element 0 from the start of its (block, head), and of the others from there: enough to
-    /// walk a token's elements in either layout.
+    /// Where a token's elements lie, in either layout, from the start of its (block, head).
     pub(crate) fn token_walk(&self, side: Side, token: usize) -> Walk {
-        let (size, step) = (self.spec.dtype.size(), self.spec.dtype.step());
+        let KvSpec {
+            dtype, head_dim, ..
+        } = self.spec;
+        let (size, step) = (dtype.size(), dtype.step());
         let (tile, i) = (token / TILE, token % TILE);
-        let tile_start = tile * TILE * self.spec.head_dim * size;
-        let walk = |start: usize, inner: usize, outer: usize| Walk {
-            start: start as isize,
-            step,
-            inner,
-            outer,
-        };
-        match (self.spec.layout, side) {
-            (KvLayout::Rows, _) => Walk {
-                start: token as isize * self.token_stride(side),
-                step: 1,
-                inner: size,
-                outer: size,
-            },
+        let tile_start = tile * TILE * head_dim * size;
+        let (start, run, stride) = match (self.spec.layout, side) {
+            (KvLayout::Rows, _) => (token as isize * self.token_stride(side), head_dim, 0),
             (KvLayout::Tiled, Side::Key) => {
-                walk(tile_start + i * step * size, size, TILE * step * size)
+                let start = tile_start + i * step * size;
+                (start as isize, step, TILE * step * size)
             }
             (KvLayout::Tiled, Side::Value) => {
-                let first = i / step * self.spec.head_dim * step + i % step;
-                let next = step * size;
-                walk(tile_start + first * size, next, step * next)
+                let first = i / step * head_dim * step + i % step;
+                let run = if step == 1 { head_dim } else { 1 };
+                ((tile_start + first * size) as isize, run, step * size)
             }
+        };
+        Walk {
+            start,
+            size,
+            run,
+            stride,
         }
     }
 
@@ -362,37 +360,53 @@ impl<'a> KvLayer<'a> {
 /// How to walk the elements of one token, see [`KvLayer::token_walk`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Walk {
+    /// Bytes to element 0.
     start: isize,
-    step: usize,
-    inner: usize,
-    outer: usize,
+    /// Bytes of an element.
+    size: usize,
+    /// How many elements lie together.
+    run: usize,
+    /// Bytes from one run to the next, if there is one.
+    stride: usize,
 }
 
 impl Walk {
     fn at(&self, dim: usize) -> isize {
-        self.start + (dim / self.step * self.outer + dim % self.step * self.inner) as isize
+        self.start + (dim / self.run * self.stride + dim % self.run * self.size) as isize
     }
 
-    /// Writes a token's elements; `head` is the start of its (block, head).
+    /// Writes a token's elements from `first` on, whole runs or a part of the only one; `head` is the start of its
+    /// (block, head).
     ///
     /// # Safety
-    /// They are the token's, all of them, and writable.
-    pub(crate) unsafe fn scatter<T: Copy>(&self, elements: &[T], head: *mut u8) {
-        let contiguous = self.inner == size_of::<T>() && self.outer == self.step * self.inner;
+    /// They are the token's and writable.
+    #[inline]
+    pub(crate) unsafe fn scatter<T: Copy>(&self, first: usize, elements: &[T], head: *mut u8) {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut to = head.offset(self.start);
-            if contiguous {
-                to.copy_from_nonoverlapping(elements.as_ptr().cast(), size_of_val(elements));
-                return;
-            }
-            for step in elements.chunks(self.step) {
-                for (i, element) in step.iter().enumerate() {
-                    to.add(i * self.inner).cast::<T>().write_unaligned(*element);
+            let to = head.offset(self.at(first));
+            match self.run {
+                1 => spread::<T, 1>(elements, to, self.stride),
+                2 => spread::<T, 2>(elements, to, self.stride),
+                4 => spread::<T, 4>(elements, to, self.stride),
+                _ => {
+                    to.copy_from_nonoverlapping(elements.as_ptr().cast(), size_of_val(elements));
                 }
-                to = to.wrapping_add(self.outer);
             }
         }
+    }
+}
+
+/// Writes runs of `N` elements, `stride` bytes apart.
+///
+/// # Safety
+/// There is room for them.
+#[inline(always)]
+unsafe fn spread<T: Copy, const N: usize>(elements: &[T], mut to: *mut u8, stride: usize) {
+    for run in elements.as_chunks::<N>().0 {
+        // SAFETY: the caller's promise.
+        unsafe { to.cast::<[T; N]>().write_unaligned(*run) };
+        to = to.wrapping_add(stride);
     }
 }
 

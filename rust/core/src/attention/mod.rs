@@ -35,6 +35,7 @@ pub use layout::{
 };
 pub use plan::{Plan, PlanShape};
 pub use store::{Blocks, copy_blocks, write_kv};
+pub(crate) use store::{Slot, check_slots};
 
 use crate::simd::{DefaultMode, Dispatch, Isa, Simd};
 use crate::{Error, Result, threads};

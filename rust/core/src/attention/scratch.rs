@@ -1,7 +1,8 @@
-//! Memory that is kept from call to call: what threads share, and buffers of their own.
+//! Memory that is kept from call to call, and that threads share.
 
 use std::sync::atomic::AtomicU32;
 
+use crate::buffer::Buffer;
 use crate::simd::MAX_LANES;
 
 /// Memory for the records of units that several items cover, and how many of those items are unfinished.
@@ -40,24 +41,4 @@ impl Scratch {
 /// Floats of an output row in scratch: whole vectors under any instruction set.
 pub(super) const fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(MAX_LANES)
-}
-
-/// Memory on cache lines of its own that grows on demand. Initialised, with anything.
-#[derive(Debug, Default)]
-pub(super) struct Buffer(Vec<Line>);
-
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([f32; 16]);
-
-impl Buffer {
-    pub(super) fn floats(&mut self, n: usize) -> *mut f32 {
-        let lines = n.div_ceil(16);
-        if self.0.len() < lines {
-            // Nobody needs the old contents: free them before taking more.
-            self.0 = Vec::new();
-            self.0 = vec![Line([0.0; 16]); lines];
-        }
-        self.0.as_mut_ptr().cast()
-    }
 }

@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::layout::{KvDtype, KvLayer, Side, Vectors};
+use super::layout::{KvDtype, KvLayer, Side, Vectors, Walk};
 use crate::simd::DefaultMode;
 use crate::{Error, Result};
 
@@ -32,95 +32,151 @@ pub fn write_kv(
             ));
         }
     }
-    let size = spec.num_blocks as i64 * spec.block_size as i64;
-    if let Some((i, slot)) = slots
-        .iter()
-        .enumerate()
-        .find(|&(_, &slot)| slot < -1 || slot >= size)
-    {
-        return Err(Error::invalid(
-            "slots",
-            format!("entry {i} is {slot}, expected -1 or 0 to {}", size - 1),
-        ));
-    }
+    check_slots(layer, slots)?;
     let _mode = DefaultMode::enter();
-    for (side, rows) in [(Side::Key, key), (Side::Value, value)] {
-        // SAFETY: shapes and slots were checked; the layer is writable by the promise of `KvLayer::new`.
-        unsafe {
-            match spec.dtype {
-                KvDtype::F32 => write(layer, side, rows, slots, |from, to: &mut [f32], _| {
-                    to.copy_from_slice(from);
-                }),
-                KvDtype::F16 => write(layer, side, rows, slots, |from, to: &mut [f16], _| {
-                    to.convert_from_f32_slice(from);
-                }),
-                KvDtype::Bf16 => write(layer, side, rows, slots, |from, to: &mut [bf16], _| {
-                    to.convert_from_f32_slice(from);
-                }),
-                KvDtype::Int8 => write(
-                    layer,
-                    side,
-                    rows,
-                    slots,
-                    |from, to, [block, head, token]| {
-                        let scale = layer.scale(side, block, head, token);
-                        scale.write_unaligned(quantize(from, to));
-                    },
-                ),
+    for (i, &slot) in slots.iter().enumerate() {
+        let Some(slot) = Slot::new(layer, slot) else {
+            continue;
+        };
+        for head in 0..spec.num_kv_heads {
+            for (side, rows) in [(Side::Key, key), (Side::Value, value)] {
+                // SAFETY: shapes and slots were checked; the layer is writable by the promise of `KvLayer::new`.
+                unsafe { slot.write(side, head, rows.row(i, head)) };
             }
         }
     }
     Ok(())
 }
 
-/// Converts each row, of a `[block, head, token]`, and puts its elements where the layout has them.
-unsafe fn write<T: Copy + Default>(
-    layer: &KvLayer<'_>,
-    side: Side,
-    rows: &Vectors<'_>,
-    slots: &[i64],
-    convert: impl Fn(&[f32], &mut [T], [usize; 3]),
-) {
+/// # Errors
+/// A slot is neither -1 nor in the cache.
+pub(crate) fn check_slots(layer: &KvLayer<'_>, slots: &[i64]) -> Result<()> {
     let spec = layer.spec();
-    let mut from = vec![0.0; spec.head_dim];
-    let mut to = vec![T::default(); spec.head_dim];
-    for (i, &slot) in slots.iter().enumerate() {
-        let Ok(slot) = usize::try_from(slot) else {
-            continue;
-        };
-        let (block, token) = (slot / spec.block_size, slot % spec.block_size);
-        let walk = layer.token_walk(side, token);
-        for head in 0..spec.num_kv_heads {
+    let size = spec.num_blocks as i64 * spec.block_size as i64;
+    match slots.iter().position(|&slot| slot < -1 || slot >= size) {
+        None => Ok(()),
+        Some(i) => Err(Error::invalid(
+            "slots",
+            format!(
+                "entry {i} is {}, expected -1 or 0 to {}",
+                slots[i],
+                size - 1
+            ),
+        )),
+    }
+}
+
+/// Elements that are converted at a time: whole steps of every dtype.
+const PIECE: usize = 64;
+
+/// A slot of the cache, to be written.
+pub(crate) struct Slot<'a> {
+    layer: &'a KvLayer<'a>,
+    block: usize,
+    token: usize,
+    /// Of keys and of values.
+    walks: [Walk; 2],
+}
+
+impl<'a> Slot<'a> {
+    /// `None` where the slot is padding.
+    pub(crate) fn new(layer: &'a KvLayer<'a>, slot: i64) -> Option<Self> {
+        let (slot, block_size) = (usize::try_from(slot).ok()?, layer.spec().block_size);
+        let token = slot % block_size;
+        Some(Self {
+            layer,
+            block: slot / block_size,
+            token,
+            walks: [Side::Key, Side::Value].map(|side| layer.token_walk(side, token)),
+        })
+    }
+
+    /// Stores one head's key or value as [`write_kv`] says, in the default floating-point mode. The row may lie at any
+    /// alignment.
+    ///
+    /// # Safety
+    /// The slot and the head are in the layer, which is writable, and nobody else uses them; the row has `head_dim`
+    /// elements.
+    #[inline(always)]
+    pub(crate) unsafe fn write(&self, side: Side, head: usize, row: *const f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.layer.spec().dtype {
+                KvDtype::F32 => self.convert(side, head, row, |from, to: &mut [f32]| {
+                    to.copy_from_slice(from);
+                }),
+                KvDtype::F16 => self.convert(side, head, row, |from, to: &mut [f16]| {
+                    to.convert_from_f32_slice(from);
+                }),
+                KvDtype::Bf16 => self.convert(side, head, row, |from, to: &mut [bf16]| {
+                    to.convert_from_f32_slice(from);
+                }),
+                KvDtype::Int8 => {
+                    let [scale, inverse] = scale(row, self.layer.spec().head_dim);
+                    self.convert(side, head, row, |from, to| quantize(from, inverse, to));
+                    let to = self.layer.scale(side, self.block, head, self.token);
+                    to.write_unaligned(scale);
+                }
+            }
+        }
+    }
+
+    /// Converts a row piece by piece, and puts its elements where the layout has them.
+    #[inline(always)]
+    unsafe fn convert<T: Copy + Default>(
+        &self,
+        side: Side,
+        head: usize,
+        row: *const f32,
+        convert: impl Fn(&[f32], &mut [T]),
+    ) {
+        let (walk, dims) = (&self.walks[side as usize], self.layer.spec().head_dim);
+        let (mut from, mut to) = ([0.0; PIECE], [T::default(); PIECE]);
+        for first in (0..dims).step_by(PIECE) {
+            let n = PIECE.min(dims - first);
+            let (from, to) = (&mut from[..n], &mut to[..n]);
             // SAFETY: the caller's promise.
             unsafe {
-                rows.row(i, head)
+                row.add(first)
                     .cast::<u8>()
-                    .copy_to_nonoverlapping(from.as_mut_ptr().cast(), size_of_val(&from[..]));
-                convert(&from, &mut to, [block, head, token]);
-                walk.scatter(&to, layer.head(side, block, head));
+                    .copy_to_nonoverlapping(from.as_mut_ptr().cast(), size_of_val(from));
+                convert(from, to);
+                walk.scatter(first, to, self.layer.head(side, self.block, head));
             }
         }
     }
 }
 
-/// Integers and their scale: the largest magnitude / 127. Infinity and NaN make it NaN.
-fn quantize(from: &[f32], to: &mut [i8]) -> f32 {
-    let largest = from.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
-    // Neither is lost in `max`: 0 times either of them is NaN.
-    let bad: f32 = from.iter().map(|x| x * 0.0).sum();
-    let scale = largest / 127.0 + bad;
-    // A scale that is too small to divide by stands for nothing but zeros.
-    let inverse = if scale >= f32::MIN_POSITIVE {
-        127.0 / largest
+/// The scale of a row, its largest magnitude / 127, and what to multiply its elements by. Infinity and NaN make it NaN.
+///
+/// # Safety
+/// The row has `n` elements.
+#[inline(always)]
+unsafe fn scale(row: *const f32, n: usize) -> [f32; 2] {
+    // Magnitudes are in the order of their bits, and these are the largest.
+    // SAFETY: the caller's promise.
+    let magnitude = |i| unsafe { row.add(i).read_unaligned().abs().to_bits() };
+    let largest = f32::from_bits((0..n).map(magnitude).max().unwrap_or(0));
+    if !largest.is_finite() {
+        return [f32::NAN, 0.0];
+    }
+    let scale = largest / 127.0;
+    // One that is too small to divide by stands for nothing but zeros.
+    if scale >= f32::MIN_POSITIVE {
+        [scale, 127.0 / largest]
     } else {
-        0.0
-    };
+        [scale, 0.0]
+    }
+}
+
+/// The nearest integers, to even, of a row's elements.
+#[inline(always)]
+fn quantize(from: &[f32], inverse: f32, to: &mut [i8]) {
     // Adding 1.5 * 2^23 rounds to nearest even, and leaves the integer in the low bits.
     const MAGIC: f32 = 12_582_912.0;
     for (from, to) in from.iter().zip(to) {
         *to = (from * inverse + MAGIC).to_bits() as i8;
     }
-    scale
 }
 
 /// An array of blocks, each of them contiguous bytes.

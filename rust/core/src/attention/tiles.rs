@@ -12,6 +12,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
+use crate::buffer::Buffer;
 use crate::simd::Simd;
 
 use super::call::Call;
@@ -19,7 +20,7 @@ use super::format::{Format, Matrix};
 use super::layout::{KvDtype, KvLayout, Side, TILE};
 use super::pack::{PackTile, widen_value_tile};
 use super::plan::{Item, PARTITION, local};
-use super::scratch::{Buffer, padded};
+use super::scratch::padded;
 
 /// Tiles in a partition.
 pub(super) const TILES: usize = PARTITION / TILE;

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd};
+use super::{Kernel, MAX_LANES, Simd};
 
 /// Proof that this CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -74,6 +74,39 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> __m256 {
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_wide(self, p: *const u16) -> __m256 {
+        unsafe {
+            let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_wide(self, p: *const u8) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> __m256 {
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let q = match upper {
+                true => _mm256_srli_epi32::<4>(bytes),
+                false => _mm256_and_si256(bytes, _mm256_set1_epi32(15)),
+            };
+            _mm256_fmadd_ps(
+                _mm256_cvtepi32_ps(q),
+                _mm256_set1_ps(scale),
+                _mm256_set1_ps(offset),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16_pair(self, p: *const u16) -> [f32; 2] {
+        unsafe {
+            let wide = _mm_cvtph_ps(_mm_loadl_epi64(p.cast()));
+            [_mm_cvtss_f32(wide), _mm_cvtss_f32(_mm_movehdup_ps(wide))]
+        }
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
@@ -152,6 +185,33 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn sums(self, a: &[__m256; MAX_LANES]) -> __m256 {
+        // Each step adds the halves of two vectors' sums into one; in this order, lanes end in that of the vectors.
+        let (mut fours, mut twos) = ([a[0]; 4], [a[0]; 2]);
+        unsafe {
+            for i in 0..4 {
+                let (p, q) = (a[i], a[i + 4]);
+                fours[i] = _mm256_add_ps(
+                    _mm256_permute2f128_ps::<0x20>(p, q),
+                    _mm256_permute2f128_ps::<0x31>(p, q),
+                );
+            }
+            for i in 0..2 {
+                let p = _mm256_castps_pd(fours[2 * i]);
+                let q = _mm256_castps_pd(fours[2 * i + 1]);
+                twos[i] = _mm256_add_ps(
+                    _mm256_castpd_ps(_mm256_unpacklo_pd(p, q)),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(p, q)),
+                );
+            }
+            let [p, q] = twos;
+            _mm256_add_ps(
+                _mm256_shuffle_ps::<0b10_00_10_00>(p, q),
+                _mm256_shuffle_ps::<0b11_01_11_01>(p, q),
+            )
+        }
+    }
+    #[inline(always)]
     fn maximum(self, a: __m256) -> f32 {
         unsafe {
             let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
@@ -189,6 +249,14 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_bf16(self, words: *mut u32, at: usize, a: __m256) {
         unsafe { _mm256_storeu_si256(words.add(at).cast(), high(round_bf16(a))) };
+    }
+
+    #[inline(always)]
+    fn round_bf16(self, a: __m256) -> __m256 {
+        unsafe {
+            let rounded = _mm256_castsi256_ps(high(round_bf16(a)));
+            _mm256_blendv_ps(rounded, a, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a))
+        }
     }
 
     #[inline(always)]

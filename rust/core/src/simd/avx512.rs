@@ -5,7 +5,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::{Depth, Kernel, KeyTiles, Simd, ValueTiles, amx};
+use super::{Depth, Kernel, KeyTiles, MAX_LANES, Simd, ValueTiles, amx};
 
 /// Proof that this CPU has AVX-512 F, BW, DQ and VL, and BF16 with VNNI, and AMX where the parameters say so.
 #[derive(Clone, Copy)]
@@ -46,6 +46,19 @@ fn dot_words(a: __m512i, b: __m512i, mut c: __m512i) -> __m512i {
             options(pure, nomem, nostack, preserves_flags));
     }
     c
+}
+
+/// `_mm512_srli_epi32::<4>`, which the compiler would move to the other side of a widening, to be done a second time.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn upper_halves(bytes: __m512i) -> __m512i {
+    let upper;
+    // SAFETY: as above.
+    unsafe {
+        asm!("vpsrld {upper}, {bytes}, 4", upper = out(zmm_reg) upper, bytes = in(zmm_reg) bytes,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    upper
 }
 
 /// Lanes `lo..hi` of sixteen.
@@ -91,6 +104,38 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> __m512 {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_wide(self, p: *const u16) -> __m512 {
+        unsafe {
+            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_wide(self, p: *const u8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> __m512 {
+        unsafe {
+            // All sixteen results, then a look-up, which heeds four bits of each index.
+            let q = _mm512_setr_ps(
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0,
+                15.0,
+            );
+            let table = _mm512_fmadd_ps(q, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let index = if upper { upper_halves(bytes) } else { bytes };
+            _mm512_permutexvar_ps(index, table)
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16_pair(self, p: *const u16) -> [f32; 2] {
+        unsafe {
+            let wide = _mm_cvtph_ps(_mm_loadl_epi64(p.cast()));
+            [_mm_cvtss_f32(wide), _mm_cvtss_f32(_mm_movehdup_ps(wide))]
+        }
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
@@ -165,6 +210,41 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         }
     }
     #[inline(always)]
+    fn sums(self, a: &[__m512; MAX_LANES]) -> __m512 {
+        // Each step adds the halves of two vectors' sums into one; in this order, lanes end in that of the vectors.
+        let (mut eights, mut fours, mut twos) = ([a[0]; 8], [a[0]; 4], [a[0]; 2]);
+        unsafe {
+            for i in 0..8 {
+                let first = 8 * (i % 2) + i / 2;
+                let (p, q) = (a[first], a[first + 4]);
+                eights[i] = _mm512_add_ps(
+                    _mm512_shuffle_f32x4::<0b01_00_01_00>(p, q),
+                    _mm512_shuffle_f32x4::<0b11_10_11_10>(p, q),
+                );
+            }
+            for i in 0..4 {
+                let (p, q) = (eights[2 * i], eights[2 * i + 1]);
+                fours[i] = _mm512_add_ps(
+                    _mm512_shuffle_f32x4::<0b10_00_10_00>(p, q),
+                    _mm512_shuffle_f32x4::<0b11_01_11_01>(p, q),
+                );
+            }
+            for i in 0..2 {
+                let p = _mm512_castps_pd(fours[2 * i]);
+                let q = _mm512_castps_pd(fours[2 * i + 1]);
+                twos[i] = _mm512_add_ps(
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(p, q)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)),
+                );
+            }
+            let [p, q] = twos;
+            _mm512_add_ps(
+                _mm512_shuffle_ps::<0b10_00_10_00>(p, q),
+                _mm512_shuffle_ps::<0b11_01_11_01>(p, q),
+            )
+        }
+    }
+    #[inline(always)]
     fn maximum(self, a: __m512) -> f32 {
         unsafe {
             let a = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
@@ -225,6 +305,18 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
                 let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32));
                 _mm512_storeu_si512(words.add(at).cast(), high);
             }
+        }
+    }
+
+    #[inline(always)]
+    fn round_bf16(self, a: __m512) -> __m512 {
+        unsafe {
+            let u = _mm512_castps_si512(a);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
+            _mm512_mask_mov_ps(_mm512_castsi512_ps(high), nan, a)
         }
     }
 

@@ -96,6 +96,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn store(self, p: *mut f32, a: Self::F32);
     /// Widens f16, exactly.
     unsafe fn load_f16(self, p: *const u16) -> Self::F32;
+    /// Widens bf16, exactly.
+    unsafe fn load_bf16_wide(self, p: *const u16) -> Self::F32;
+    /// Widens 8-bit integers.
+    unsafe fn load_i8_wide(self, p: *const u8) -> Self::F32;
+    /// `q * scale + offset`, where q is the lower half, or the upper, of `LANES` bytes. Rounds once if no product needs
+    /// rounding: 20 significant bits of the scale are few enough.
+    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> Self::F32;
+    /// Two f16, widened exactly. Two more are valid behind them.
+    unsafe fn load_f16_pair(self, p: *const u16) -> [f32; 2];
     /// Asks for the cache line at `p` into the second-level cache. Any address is allowed.
     fn prefetch(self, p: *const u8);
     /// The same, into the first-level cache.
@@ -127,6 +136,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn zip(self, a: Self::F32, b: Self::F32) -> (Self::F32, Self::F32);
     /// Sum of the lanes, by halves: lane i and lane i + n/2 first.
     fn sum(self, a: Self::F32) -> f32;
+    /// [`Simd::sum`] of each of the first `LANES` vectors, in their order.
+    fn sums(self, a: &[Self::F32; MAX_LANES]) -> Self::F32;
     /// Largest lane.
     fn maximum(self, a: Self::F32) -> f32;
     /// Lane 0.
@@ -143,6 +154,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Rounds to bf16, to nearest even, and stores them as the words of pairs; `at`, a multiple of `LANES`, is the
     /// first one's index. NaN need not survive.
     unsafe fn store_bf16(self, words: *mut u32, at: usize, a: Self::F32);
+
+    /// Rounds to bf16, to nearest even; NaN stays NaN.
+    fn round_bf16(self, a: Self::F32) -> Self::F32;
 
     /// Of `LANES` groups of four 8-bit integers, elements `part` and `part + 2` as pairs of 16 bits.
     unsafe fn load_i8(self, p: *const u8, part: usize) -> Self::I32;
@@ -344,6 +358,24 @@ impl Isa {
             ))
         }
     }
+}
+
+/// Whether products of bf16 pairs are faster than those of floats: they are on AMD's CPUs. The vector units of Intel's take
+/// four times as long for one as for an FMA, and leave speed to the matrix unit.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn fast_bf16(isa: Isa) -> bool {
+    static AMD: OnceLock<bool> = OnceLock::new();
+    let is_amd = || {
+        let id = std::arch::x86_64::__cpuid(0);
+        [id.ebx, id.edx, id.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD"
+    };
+    isa == Isa::Avx512Bf16 && *AMD.get_or_init(is_amd)
+}
+
+/// As above: no other has any.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn fast_bf16(_: Isa) -> bool {
+    false
 }
 
 impl fmt::Display for Isa {

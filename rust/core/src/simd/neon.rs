@@ -3,7 +3,9 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{Kernel, Simd};
+use half::f16;
+
+use super::{Kernel, MAX_LANES, Simd};
 
 /// Proof that this CPU has NEON.
 #[derive(Clone, Copy)]
@@ -64,6 +66,40 @@ impl Simd for Neon {
             let special = vandq_u32(special, vorrq_u32(magnitude, vdupq_n_u32(0x7f80_0000)));
             vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(value, special), sign))
         }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_wide(self, p: *const u16) -> float32x4_t {
+        unsafe { vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p))) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8_wide(self, p: *const u8) -> float32x4_t {
+        unsafe {
+            let bytes = vreinterpret_s8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_u4_wide(
+        self,
+        p: *const u8,
+        upper: bool,
+        scale: f32,
+        offset: f32,
+    ) -> float32x4_t {
+        unsafe {
+            let bytes = vreinterpret_u8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));
+            let q = match upper {
+                true => vshr_n_u8::<4>(bytes),
+                false => vand_u8(bytes, vdup_n_u8(15)),
+            };
+            let q = vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(q))));
+            vfmaq_f32(vdupq_n_f32(offset), q, vdupq_n_f32(scale))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16_pair(self, p: *const u16) -> [f32; 2] {
+        let bits = unsafe { p.cast::<[u16; 2]>().read_unaligned() };
+        bits.map(|b| f16::from_bits(b).to_f32_const())
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
@@ -143,6 +179,20 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
+    fn sums(self, a: &[float32x4_t; MAX_LANES]) -> float32x4_t {
+        let (mut halves, mut twos) = ([a[0]; 4], [a[0]; 2]);
+        unsafe {
+            for i in 0..4 {
+                halves[i] = vaddq_f32(a[i], vextq_f32::<2>(a[i], a[i]));
+            }
+            for i in 0..2 {
+                let low = vget_low_f32(halves[2 * i]);
+                twos[i] = vcombine_f32(low, vget_low_f32(halves[2 * i + 1]));
+            }
+            vpaddq_f32(twos[0], twos[1])
+        }
+    }
+    #[inline(always)]
     fn maximum(self, a: float32x4_t) -> f32 {
         unsafe { vmaxvq_f32(a) }
     }
@@ -180,6 +230,17 @@ impl Simd for Neon {
             let odd = vandq_u32(vshrq_n_u32::<16>(u), vdupq_n_u32(1));
             let rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
             vst1q_u32(words.add(at), vandq_u32(rounded, vdupq_n_u32(0xffff_0000)));
+        }
+    }
+
+    #[inline(always)]
+    fn round_bf16(self, a: float32x4_t) -> float32x4_t {
+        unsafe {
+            let u = vreinterpretq_u32_f32(a);
+            let odd = vandq_u32(vshrq_n_u32::<16>(u), vdupq_n_u32(1));
+            let rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+            let high = vreinterpretq_f32_u32(vandq_u32(rounded, vdupq_n_u32(0xffff_0000)));
+            vbslq_f32(vceqq_f32(a, a), high, a)
         }
     }
 

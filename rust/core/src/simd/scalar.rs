@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::{Kernel, Simd};
+use super::{Kernel, MAX_LANES, Simd};
 
 #[derive(Clone, Copy)]
 pub(super) struct Scalar;
@@ -54,6 +54,30 @@ impl Simd for Scalar {
     unsafe fn load_f16(self, p: *const u16) -> V {
         // SAFETY: as above.
         let bits = unsafe { p.cast::<[u16; N]>().read_unaligned() };
+        bits.map(|b| f16::from_bits(b).to_f32_const())
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_wide(self, p: *const u16) -> V {
+        // SAFETY: as above.
+        let bits = unsafe { p.cast::<[u16; N]>().read_unaligned() };
+        bits.map(|b| f32::from_bits(u32::from(b) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_i8_wide(self, p: *const u8) -> V {
+        // SAFETY: as above.
+        let bytes = unsafe { p.cast::<[i8; N]>().read_unaligned() };
+        bytes.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> V {
+        // SAFETY: as above.
+        let bytes = unsafe { p.cast::<[u8; N]>().read_unaligned() };
+        bytes.map(|b| f32::from(if upper { b >> 4 } else { b & 15 }) * scale + offset)
+    }
+    #[inline(always)]
+    unsafe fn load_f16_pair(self, p: *const u16) -> [f32; 2] {
+        // SAFETY: as above.
+        let bits = unsafe { p.cast::<[u16; 2]>().read_unaligned() };
         bits.map(|b| f16::from_bits(b).to_f32_const())
     }
     #[inline(always)]
@@ -111,6 +135,10 @@ impl Simd for Scalar {
         (a[0] + a[2]) + (a[1] + a[3])
     }
     #[inline(always)]
+    fn sums(self, a: &[V; MAX_LANES]) -> V {
+        std::array::from_fn(|i| self.sum(a[i]))
+    }
+    #[inline(always)]
     fn maximum(self, a: V) -> f32 {
         let m = |x: f32, y: f32| if x > y { x } else { y };
         m(m(a[0], a[2]), m(a[1], a[3]))
@@ -146,6 +174,19 @@ impl Simd for Scalar {
         });
         // SAFETY: as above.
         unsafe { words.add(at).cast::<[u32; N]>().write_unaligned(bits) };
+    }
+
+    #[inline(always)]
+    fn round_bf16(self, a: V) -> V {
+        a.map(|x| {
+            let u = x.to_bits();
+            let rounded = u.wrapping_add(0x7fff + (u >> 16 & 1)) & 0xffff_0000;
+            if x.is_nan() {
+                x
+            } else {
+                f32::from_bits(rounded)
+            }
+        })
     }
 
     #[inline(always)]

@@ -248,6 +248,26 @@ fn lanes<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         .fold(f32::NEG_INFINITY, f32::max);
     same(s.maximum(a), largest, &format!("{isa} maximum"));
     same(s.first(a), x[0], &format!("{isa} first"));
+
+    let x = random.any();
+    let rounded = store(s, s.round_bf16(load(s, &x)));
+    for i in 0..S::LANES {
+        same(
+            rounded[i],
+            bf16::from_f32(x[i]).to_f32(),
+            &format!("{isa} round_bf16"),
+        );
+    }
+
+    let rows: [[f32; MAX_LANES]; MAX_LANES] = std::array::from_fn(|_| random.plain());
+    let mut vectors = [a; MAX_LANES];
+    for i in 0..MAX_LANES {
+        vectors[i] = load(s, &rows[i]);
+    }
+    let sums = store(s, s.sums(&vectors));
+    for i in 0..S::LANES {
+        same(sums[i], s.sum(load(s, &rows[i])), &format!("{isa} sums"));
+    }
 }
 
 /// The words of one pair of bf16, given its bits.
@@ -485,6 +505,43 @@ fn widening<S: Simd>(s: S, isa: Isa) {
                 f16::from_bits(bits[i]).to_f32(),
                 &format!("{isa} load_f16"),
             );
+        }
+        // SAFETY: as above.
+        let wide = store(s, unsafe { s.load_bf16_wide(bits.as_ptr()) });
+        for i in 0..S::LANES {
+            let want = bf16::from_bits(bits[i]).to_f32();
+            same(wide[i], want, &format!("{isa} load_bf16_wide"));
+        }
+    }
+    for bits in 0..=u16::MAX {
+        let pair = [bits, !bits, 0, 0];
+        // SAFETY: there are four elements.
+        let wide = unsafe { s.load_f16_pair(pair.as_ptr()) };
+        for (wide, bits) in wide.into_iter().zip(pair) {
+            let want = f16::from_bits(bits).to_f32();
+            same(wide, want, &format!("{isa} load_f16_pair"));
+        }
+    }
+    let scales = [0.0, 1.0, -0.37, 65504.0, 6e-8, 3.1e-5].map(|x| f16::from_f32(x).to_f32());
+    for first in (0..=u8::MAX).step_by(S::LANES) {
+        let bytes: [u8; MAX_LANES] = std::array::from_fn(|i| first.wrapping_add(i as u8));
+        // SAFETY: an array has MAX_LANES elements.
+        let wide = store(s, unsafe { s.load_i8_wide(bytes.as_ptr()) });
+        for i in 0..S::LANES {
+            let want = f32::from(bytes[i] as i8);
+            same(wide[i], want, &format!("{isa} load_i8_wide"));
+        }
+        for (scale, offset) in scales.into_iter().flat_map(|a| scales.map(|b| (a, b))) {
+            for upper in [false, true] {
+                // SAFETY: as above.
+                let wide = unsafe { s.load_u4_wide(bytes.as_ptr(), upper, scale, offset) };
+                let wide = store(s, wide);
+                for i in 0..S::LANES {
+                    let q = if upper { bytes[i] >> 4 } else { bytes[i] & 15 };
+                    let want = f32::from(q) * scale + offset;
+                    same(wide[i], want, &format!("{isa} load_u4_wide"));
+                }
+            }
         }
     }
 }

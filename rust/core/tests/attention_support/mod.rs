@@ -134,6 +134,11 @@ impl Cache {
         self.spec
     }
 
+    /// Everything, gaps included.
+    pub fn memory(&self) -> [&[u8]; 2] {
+        [&self.bytes, &self.scales]
+    }
+
     pub fn layer(&self) -> KvLayer<'_> {
         let s = &self.spec;
         let token = (s.head_dim * s.dtype.size()) as isize;

@@ -173,6 +173,11 @@ impl<'a> Cache<'a> {
         [&self.key, &self.value].into_iter().chain(scales)
     }
 
+    pub(crate) fn num_kv_heads(&self) -> PyResult<usize> {
+        layout(&self.key)?;
+        Ok(self.key.shape()[1])
+    }
+
     /// The layer, checked; `head_dim` is needed to tell a tiled cache's block size.
     pub(crate) fn layer(&self, head_dim: usize) -> PyResult<KvLayer<'a>> {
         let (key, value) = (&self.key, &self.value);
@@ -190,7 +195,7 @@ impl<'a> Cache<'a> {
     }
 
     /// Refuses arrays that cannot take new keys and values: read-only, the same memory twice, or the source itself.
-    pub(crate) fn expect_storable(&self, sources: [&View<'_>; 2]) -> PyResult<()> {
+    pub(crate) fn expect_storable(&self, sources: &[&View<'_>]) -> PyResult<()> {
         for (i, array) in self.views().enumerate() {
             array.expect_writable()?;
             for source in sources {
@@ -206,16 +211,21 @@ impl<'a> Cache<'a> {
     }
 }
 
-fn spec(key: &View<'_>, value: &View<'_>, head_dim: usize) -> PyResult<KvSpec> {
-    let shape = key.shape();
-    let (layout, axes) = match shape.len() {
-        3 => (KvLayout::Tiled, "[blocks, heads, block_size * head_dim]"),
-        4 => (KvLayout::Rows, "[blocks, heads, block_size, head_dim]"),
+/// A cache's layout, told by its rank, and its axes in words.
+fn layout(key: &View<'_>) -> PyResult<(KvLayout, &'static str)> {
+    match key.shape().len() {
+        3 => Ok((KvLayout::Tiled, "[blocks, heads, block_size * head_dim]")),
+        4 => Ok((KvLayout::Rows, "[blocks, heads, block_size, head_dim]")),
         rank => {
             let problem = format!("got {rank} dimensions, expected 4 (rows) or 3 (tiled)");
-            return Err(key.wrong(&problem));
+            Err(key.wrong(&problem))
         }
-    };
+    }
+}
+
+fn spec(key: &View<'_>, value: &View<'_>, head_dim: usize) -> PyResult<KvSpec> {
+    let shape = key.shape();
+    let (layout, axes) = layout(key)?;
     for array in [key, value] {
         if array.kv_dtype().is_none() || array.shape().len() != shape.len() {
             return Err(array.unlike(&format!(

@@ -17,4 +17,6 @@ pub(crate) mod ints;
 pub(crate) mod kv;
 pub(crate) mod new;
 pub(crate) mod out;
+pub(crate) mod rows;
 pub(crate) mod view;
+pub(crate) mod weight;

@@ -1,25 +1,26 @@
 //! New arrays, made without a detour: each is what a call answers with.
 
 use leafkv_core::{BlockCopy, BlockId};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::ndarray::{Dimension, IntoDimension};
+use numpy::{Element, PyArray, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// A float32 array `[tokens, heads, head_dim]`, whose every element the caller will write.
-pub(crate) fn empty(py: Python<'_>, shape: [usize; 3]) -> Bound<'_, PyAny> {
+/// A float32 array, whose every element the caller will write.
+pub(crate) fn empty<D: IntoDimension>(py: Python<'_>, shape: D) -> Bound<'_, PyAny> {
     // SAFETY: floats have no invalid bits, and the kernel writes all before Python sees any.
-    unsafe { PyArray3::<f32>::new(py, shape, false) }.into_any()
+    unsafe { PyArray::<f32, D::Dim>::new(py, shape, false) }.into_any()
 }
 
-/// A new float32 array `[rows, columns]`, to be filled before Python sees it.
-pub(crate) struct Matrix<'py>(Bound<'py, PyArray2<f32>>);
+/// A new array, to be filled before Python sees it.
+pub(crate) struct Fresh<'py, T, D>(Bound<'py, PyArray<T, D>>);
 
-impl<'py> Matrix<'py> {
-    pub(crate) fn new(py: Python<'py>, shape: [usize; 2]) -> Self {
-        Self(PyArray2::zeros(py, shape, false))
+impl<'py, T: Element, D: Dimension> Fresh<'py, T, D> {
+    pub(crate) fn new(py: Python<'py>, shape: impl IntoDimension<Dim = D>) -> Self {
+        Self(PyArray::zeros(py, shape, false))
     }
 
     /// Its items, row after row.
-    pub(crate) fn items(&mut self) -> &mut [f32] {
+    pub(crate) fn items(&mut self) -> &mut [T] {
         // SAFETY: nobody else knows of the array, and its memory is contiguous and initialised.
         unsafe { std::slice::from_raw_parts_mut(self.0.data(), self.0.len()) }
     }

@@ -1,0 +1,21 @@
+//! Memory that calculations write to and read back, kept from call to call.
+
+/// Memory on cache lines of its own that grows on demand. Initialised, with anything.
+#[derive(Debug, Default)]
+pub(crate) struct Buffer(Vec<Line>);
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+impl Buffer {
+    pub(crate) fn floats(&mut self, n: usize) -> *mut f32 {
+        let lines = n.div_ceil(16);
+        if self.0.len() < lines {
+            // Nobody needs the old contents: free them before taking more.
+            self.0 = Vec::new();
+            self.0 = vec![Line([0.0; 16]); lines];
+        }
+        self.0.as_mut_ptr().cast()
+    }
+}

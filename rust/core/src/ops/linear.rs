@@ -1,0 +1,234 @@
+//! Products of activations with weights: `out[t][n] = sum over k of x[t][k] * w[n][k]`, from row-major weights as they are.
+//!
+//! **The arithmetic of an output.** Sum i of as many as there are lanes takes the products of elements k = i, i + lanes, ...,
+//! in this order, one fused multiply-add each (or one dot product of pairs of bfloat16); the sums are added up by the tree
+//! of [`Simd::sum`]; then comes the bias, then what the output held. No output knows of another: they may be computed in any
+//! order, on any thread, in any batch.
+//!
+//! Both operands are read along their rows, so weights need not be packed, and can be a mapped file. The kernel
+//! (`outputs`) makes M x N outputs at once. For one row of activations, weights stream from memory once, and are widened in
+//! registers. For many rows, weights that are not plain are widened into scratch, once for all rows of a block.
+
+use std::cell::RefCell;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::activations::Activations;
+use super::outputs::Piece;
+use super::product::{self, Bfloat16, Float32};
+use super::weight::{Weight, WeightKind};
+use super::{Rows, RowsMut};
+use crate::buffer::Buffer;
+use crate::simd::{DefaultMode, Dispatch, Isa, Simd, fast_bf16};
+use crate::{Error, Result, threads};
+
+/// What activations are rounded to before they are multiplied. Sums are in float32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Precision {
+    /// Not at all; weights are of any kind.
+    #[default]
+    Float32,
+    /// To bfloat16, which the weights are, too.
+    Bfloat16,
+}
+
+/// How [`linear`] multiplies, and what it adds.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LinearOptions<'a> {
+    /// One row, added to each of the output.
+    pub bias: Option<Rows<'a>>,
+    /// Add to what the output holds.
+    pub add: bool,
+    /// Of the products.
+    pub precision: Precision,
+    /// Threads to use; `None` for all.
+    pub num_threads: Option<usize>,
+}
+
+/// Rows of activations in a piece of work: they stay in the second-level cache while weights pass by.
+const ROW_BLOCK: usize = 96;
+/// Weight rows in a piece of work, a multiple of what the kernel takes at once.
+const WEIGHT_BLOCK: usize = 32;
+
+/// `out = x * weight^T + bias`, or `out += ...`, under one instruction set and the default floating-point mode.
+///
+/// # Errors
+/// Shapes do not match; the precision is bfloat16 and a weight is not; this CPU lacks `isa`. The output is then untouched.
+pub fn linear(
+    isa: Isa,
+    x: &Rows<'_>,
+    weight: &Weight<'_>,
+    out: &mut RowsMut<'_>,
+    options: &LinearOptions<'_>,
+) -> Result<()> {
+    let dot = options.precision == Precision::Bfloat16 && fast_bf16(isa);
+    multiply(isa, x, weight, out, options, dot)
+}
+
+/// The same; with `dot`, bfloat16 is multiplied as such, where the instruction set can.
+pub(super) fn multiply(
+    isa: Isa,
+    x: &Rows<'_>,
+    weight: &Weight<'_>,
+    out: &mut RowsMut<'_>,
+    options: &LinearOptions<'_>,
+    dot: bool,
+) -> Result<()> {
+    check(isa, x, weight, out, options)?;
+    let threads = threads::resolve(options.num_threads)?;
+    let [rows, columns] = x.shape();
+    if rows == 0 {
+        return Ok(());
+    }
+    SCRATCH.with_borrow_mut(|scratch| {
+        let call = Call {
+            x: Activations::new(isa, x, options.precision, dot, threads, scratch)?,
+            rows,
+            columns,
+            weight,
+            out,
+            options,
+            dot,
+            next: AtomicUsize::new(0),
+            threads,
+        };
+        threads::run(threads, || {
+            let _mode = DefaultMode::enter();
+            isa.dispatch(Work(&call));
+        });
+        Ok(())
+    })
+}
+
+fn check(
+    isa: Isa,
+    x: &Rows<'_>,
+    weight: &Weight<'_>,
+    out: &RowsMut<'_>,
+    options: &LinearOptions<'_>,
+) -> Result<()> {
+    let ([rows, _], [outputs, inputs]) = (x.shape(), weight.shape());
+    x.expect("x", [rows, inputs])?;
+    out.expect("out", [rows, outputs])?;
+    if let Some(bias) = options.bias {
+        bias.expect("bias", [1, outputs])?;
+    }
+    let other = |kind: &WeightKind| *kind != WeightKind::Bf16;
+    match weight.kinds().find(other) {
+        Some(kind) if options.precision == Precision::Bfloat16 => Err(Error::invalid(
+            "precision",
+            format!("bfloat16 needs weights of bfloat16, got {}", kind.name()),
+        )),
+        _ if !isa.is_available() => Err(Error::invalid("isa", format!("this CPU has no {isa}"))),
+        _ => Ok(()),
+    }
+}
+
+thread_local! {
+    /// Activations of this thread's calls, and weights of its pieces of work.
+    static SCRATCH: RefCell<Buffer> = RefCell::default();
+    static WIDE: RefCell<Buffer> = RefCell::default();
+}
+
+/// What the threads of one call share.
+struct Call<'a> {
+    x: Activations,
+    rows: usize,
+    columns: usize,
+    weight: &'a Weight<'a>,
+    out: &'a RowsMut<'a>,
+    options: &'a LinearOptions<'a>,
+    /// Whether bfloat16 is multiplied as such.
+    dot: bool,
+    /// The first piece that nobody has claimed.
+    next: AtomicUsize,
+    threads: usize,
+}
+
+// SAFETY: what pointers name is readable from any thread, and each output is one piece's.
+unsafe impl Sync for Call<'_> {}
+
+impl Call<'_> {
+    /// Pieces for one block of rows.
+    fn pieces(&self) -> usize {
+        let parts = self.weight.parts.iter();
+        parts.map(|part| part.rows.div_ceil(WEIGHT_BLOCK)).sum()
+    }
+
+    /// Claims neighbouring pieces: many at first, so that weights are read in long runs, few at the end, so that all threads
+    /// end together.
+    fn claim(&self) -> std::ops::Range<usize> {
+        let all = self.pieces() * self.rows.div_ceil(ROW_BLOCK);
+        let run = |next: usize| (all.saturating_sub(next) / (2 * self.threads)).max(1);
+        let claimed = self
+            .next
+            .fetch_update(Relaxed, Relaxed, |next| Some(next + run(next)));
+        let first = claimed.unwrap_or(all).min(all);
+        first..(first + run(first)).min(all)
+    }
+
+    fn piece(&self, index: usize) -> Piece<'_> {
+        let (block, mut n) = (index / self.pieces(), index % self.pieces());
+        let row = block * ROW_BLOCK;
+        let (mut part, mut column) = (&self.weight.parts[0], 0);
+        for next in &self.weight.parts {
+            part = next;
+            let pieces = part.rows.div_ceil(WEIGHT_BLOCK);
+            if n < pieces {
+                break;
+            }
+            n -= pieces;
+            column += part.rows;
+        }
+        let first = n * WEIGHT_BLOCK;
+        let stride = part.kind.row_bytes(self.columns).unwrap_or(0);
+        Piece {
+            x: &self.x,
+            rows: ROW_BLOCK.min(self.rows - row),
+            weights: part.base.wrapping_add(first * stride),
+            stride,
+            outputs: WEIGHT_BLOCK.min(part.rows - first),
+            kind: part.kind,
+            columns: self.columns,
+            out: self.out,
+            row,
+            column: column + first,
+            options: self.options,
+        }
+    }
+}
+
+/// One thread's share of a call.
+struct Work<'a>(&'a Call<'a>);
+
+impl Dispatch for Work<'_> {
+    type Output = ();
+    fn run<S: Simd>(self, s: S) {
+        // Another buffer than the activations': a caller is one of the threads.
+        WIDE.with_borrow_mut(|scratch| {
+            loop {
+                let pieces = self.0.claim();
+                if pieces.is_empty() {
+                    return;
+                }
+                for index in pieces {
+                    self.piece(s.vectors(), self.0.piece(index), scratch);
+                }
+            }
+        });
+    }
+}
+
+impl Work<'_> {
+    fn piece<S: Simd>(&self, s: S, piece: Piece<'_>, scratch: &mut Buffer) {
+        match piece.kind {
+            WeightKind::Bf16 if self.0.dot => piece.compute::<_, Bfloat16>(s, scratch),
+            WeightKind::F32 => piece.compute::<_, Float32<product::F32>>(s, scratch),
+            WeightKind::F16 => piece.compute::<_, Float32<product::F16>>(s, scratch),
+            WeightKind::Bf16 => piece.compute::<_, Float32<product::Bf16>>(s, scratch),
+            WeightKind::Q8_0 => piece.compute::<_, Float32<product::Q8_0>>(s, scratch),
+            WeightKind::Q4_0 => piece.compute::<_, Float32<product::Q4_0>>(s, scratch),
+            WeightKind::Q4_1 => piece.compute::<_, Float32<product::Q4_1>>(s, scratch),
+        }
+    }
+}

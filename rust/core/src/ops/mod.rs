@@ -1,0 +1,31 @@
+//! What a decoder computes around attention: products with weights, norms, rotations, activations, the best logits.
+//!
+//! **The invariant.** Under one instruction set, the bits of a row's result depend on that row and the weights alone:
+//! never on the other rows of the batch, how work is split, or the number of threads.
+//!
+//! Every operation takes rows of float32 and writes to memory of the caller.
+
+mod activations;
+mod embed;
+mod lanes;
+mod linear;
+mod norm;
+mod outputs;
+mod product;
+mod rope;
+mod rows;
+mod silu;
+mod split;
+#[cfg(test)]
+mod tests;
+mod top;
+mod weight;
+
+pub use embed::embed;
+pub use linear::{LinearOptions, Precision, linear};
+pub use norm::rms_norm;
+pub use rope::{HeadNorms, Projected, rope_write_kv};
+pub use rows::{Rows, RowsMut};
+pub use silu::silu_mul;
+pub use top::{argmax, top_k};
+pub use weight::{Weight, WeightKind, WeightRows};

@@ -1,0 +1,372 @@
+//! The kernel: outputs of a piece of work, M x N of them at once.
+//!
+//! M rows of activations and N rows of weights are read side by side, a vector of each at a time, into M x N vectors of
+//! sums: enough of them to hide the latency of an FMA, and as many as a few shuffles turn into a vector of outputs.
+#![allow(clippy::needless_range_loop)] // indices name rows and sums of several arrays at once
+
+use std::marker::PhantomData;
+
+use super::RowsMut;
+use super::activations::Activations;
+use super::lanes;
+use super::linear::LinearOptions;
+use super::product::{Product, RUN, make_row_plain};
+use super::weight::{BLOCK, WeightKind};
+use crate::buffer::Buffer;
+use crate::simd::{Kernel, MAX_LANES, Simd};
+
+/// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
+const NEAR: usize = 20 << 10;
+/// Rows of activations that may be more than that, for weights to come from memory evenly.
+const SINGLE_PASS: usize = 32;
+/// Parts of a block, at most.
+const MOST_PARTS: usize = BLOCK / 4;
+
+/// The outputs of some rows of activations and neighbouring rows of weights of one kind.
+#[derive(Clone, Copy)]
+pub(super) struct Piece<'a> {
+    pub(super) x: &'a Activations,
+    /// The first row, and how many.
+    pub(super) row: usize,
+    pub(super) rows: usize,
+    pub(super) kind: WeightKind,
+    pub(super) columns: usize,
+    pub(super) weights: *const u8,
+    /// Bytes from one row of weights to the next.
+    pub(super) stride: usize,
+    pub(super) outputs: usize,
+    /// Of the first output.
+    pub(super) column: usize,
+    pub(super) out: &'a RowsMut<'a>,
+    pub(super) options: &'a LinearOptions<'a>,
+}
+
+impl Piece<'_> {
+    /// Computes it, `P` being how its weights are multiplied.
+    pub(super) fn compute<S: Simd, P: Product>(self, s: S, scratch: &mut Buffer) {
+        let line = 64;
+        let plain = P::PLAIN && self.weights.addr() % line == 0 && self.stride.is_multiple_of(line);
+        let once = self.rows <= 2 || self.rows == most_rows::<S>();
+        if self.columns.is_multiple_of(BLOCK) && (plain || once) {
+            return s.vectorize(Outputs::<P> {
+                weights: self.weights,
+                stride: self.stride,
+                ahead: self
+                    .weights
+                    .wrapping_add(self.stride * most_outputs::<S>(self.rows)),
+                piece: self,
+                product: PhantomData,
+            });
+        }
+        let stride = self.columns.div_ceil(BLOCK) * P::Plain::BYTES;
+        let to: *mut u8 = scratch.floats(self.outputs * stride / 4).cast();
+        s.vectorize(Widen::<P> {
+            piece: self,
+            to,
+            stride,
+            product: PhantomData,
+        });
+        s.vectorize(Outputs::<P::Plain> {
+            weights: to,
+            stride,
+            ahead: self.weights.wrapping_add(self.stride * self.outputs),
+            piece: self,
+            product: PhantomData,
+        });
+    }
+}
+
+/// M: rows of activations at a time, where there are so many.
+const fn most_rows<S: Simd>() -> usize {
+    if S::REGISTERS == 32 { 4 } else { 2 }
+}
+
+/// N, for the first of so many rows.
+const fn most_outputs<S: Simd>(rows: usize) -> usize {
+    match (rows, S::REGISTERS) {
+        (2 | 3, 32) | (1, _) => 8,
+        _ => 4,
+    }
+}
+
+/// Weights made plain: widened, or moved to cache lines of their own, and filled up with zeros to whole blocks.
+struct Widen<'a, P> {
+    piece: Piece<'a>,
+    to: *mut u8,
+    stride: usize,
+    product: PhantomData<P>,
+}
+
+impl<P: Product> Kernel for Widen<'_, P> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let columns = self.piece.columns;
+        let rest = columns.div_ceil(BLOCK) * BLOCK - columns;
+        for n in 0..self.piece.outputs {
+            // SAFETY: a row of weights has so many columns; there is room for whole blocks of them.
+            unsafe {
+                let to = self.to.add(n * self.stride);
+                let row = self.piece.weights.add(n * self.piece.stride);
+                make_row_plain::<S, P>(s, row, columns, to);
+                let rest = rest * (P::Plain::BYTES / BLOCK);
+                to.add(self.stride - rest).write_bytes(0, rest);
+            }
+        }
+    }
+}
+
+/// All outputs of a piece, from weights that need not be where the piece has them.
+struct Outputs<'a, P> {
+    piece: Piece<'a>,
+    weights: *const u8,
+    stride: usize,
+    /// What is read from memory next.
+    ahead: *const u8,
+    product: PhantomData<P>,
+}
+
+impl<P: Product> Kernel for Outputs<'_, P> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let rows = self.piece.rows;
+        let group = match rows {
+            ..=SINGLE_PASS => rows,
+            _ => (NEAR / (self.blocks() * P::X_BYTES)).max(1),
+        };
+        let group = group.next_multiple_of(most_rows::<S>());
+        let mut ahead = Ahead::new(self.ahead, self.piece.outputs * self.piece.stride);
+        for first in (0..rows).step_by(group) {
+            let end = rows.min(first + group);
+            // SAFETY: rows up to `end` are the piece's.
+            unsafe {
+                match S::REGISTERS {
+                    32 => self.group::<S, 4, 4, 8>(s, first, end, &mut ahead),
+                    _ => self.group::<S, 2, 4, 4>(s, first, end, &mut ahead),
+                }
+            }
+        }
+    }
+}
+
+impl<P: Product> Outputs<'_, P> {
+    fn blocks(&self) -> usize {
+        self.piece.columns.div_ceil(BLOCK)
+    }
+
+    /// Rows `first..end` of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
+    ///
+    /// # Safety
+    /// The rows are the piece's.
+    #[inline(always)]
+    unsafe fn group<S: Simd, const M: usize, const N: usize, const N2: usize>(
+        &self,
+        s: S,
+        first: usize,
+        end: usize,
+        ahead: &mut Ahead,
+    ) {
+        let twos = first + (end - first) / M * M;
+        let one = twos + (end - twos) / 2 * 2;
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.pass::<S, M, N>(s, first, twos, ahead);
+            if M > 2 {
+                self.pass::<S, 2, N2>(s, twos, one, ahead);
+            }
+            self.pass::<S, 1, 8>(s, one, end, ahead);
+        }
+    }
+
+    /// All weights, by rows `first..end` of activations, a multiple of M.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn pass<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        first: usize,
+        end: usize,
+        ahead: &mut Ahead,
+    ) {
+        if first == end {
+            return;
+        }
+        let outputs = self.piece.outputs;
+        let whole = outputs / N * N;
+        ahead.pace((end - first) / M * (whole / N) * self.blocks());
+        // SAFETY: as above; outputs are the piece's.
+        unsafe {
+            for n in (0..whole).step_by(N) {
+                for row in (first..end).step_by(M) {
+                    self.tile::<S, M, N>(s, row, n, ahead);
+                }
+            }
+            ahead.stop();
+            for n in whole..outputs {
+                for row in (first..end).step_by(M) {
+                    self.tile::<S, M, 1>(s, row, n, ahead);
+                }
+            }
+        }
+    }
+
+    /// M x N outputs from `row` and `n` on.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        row: usize,
+        n: usize,
+        ahead: &mut Ahead,
+    ) {
+        let piece = &self.piece;
+        // SAFETY: as above; sums are as many floats as `values` has.
+        unsafe {
+            let sums = self.products::<S, M, N>(s, row, n, ahead);
+            let mut values = [[0.0_f32; N]; M];
+            let floats: *mut f32 = values.as_mut_ptr().cast();
+            for done in (0..M * N).step_by(S::LANES) {
+                let mut some = [s.splat(0.0); MAX_LANES];
+                for i in 0..S::LANES.min(M * N - done) {
+                    some[i] = sums[(done + i) / N][(done + i) % N];
+                }
+                let some = s.sums(&some);
+                if done + S::LANES <= M * N {
+                    s.store(floats.add(done), some);
+                } else {
+                    lanes::store(s, floats.add(done), M * N - done, some);
+                }
+            }
+            let column = piece.column + n;
+            for m in 0..M {
+                let out: *mut [f32; N] = piece.out.row(piece.row + row + m).add(column).cast();
+                let mut value = values[m];
+                if let Some(bias) = piece.options.bias {
+                    let bias: *const [f32; N] = bias.row(0).add(column).cast();
+                    let bias = bias.read_unaligned();
+                    for n in 0..N {
+                        value[n] += bias[n];
+                    }
+                }
+                if piece.options.add {
+                    let old = out.read_unaligned();
+                    for n in 0..N {
+                        value[n] += old[n];
+                    }
+                }
+                out.write_unaligned(value);
+            }
+        }
+    }
+
+    /// Vectors of sums of products.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn products<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        row: usize,
+        n: usize,
+        ahead: &mut Ahead,
+    ) -> [[S::F32; N]; M] {
+        let (mut x, mut w) = ([self.weights; M], [self.weights; N]);
+        for m in 0..M {
+            x[m] = self.piece.x.row(self.piece.row + row + m);
+        }
+        for i in 0..N {
+            w[i] = self.weights.wrapping_add((n + i) * self.stride);
+        }
+        let mut sums = [[s.splat(0.0); N]; M];
+        let mut scales = [[[0.0; 2]; RUN]; N];
+        let blocks = self.blocks();
+        for first in (0..blocks).step_by(P::RUN) {
+            let run = P::RUN.min(blocks - first);
+            ahead.step(s, run);
+            // SAFETY: as above; all rows have so many blocks.
+            unsafe {
+                // Through memory on purpose: from there, loads broadcast them without the shuffle unit.
+                if P::SCALED {
+                    for i in 0..N {
+                        for b in 0..run {
+                            scales[i][b] = P::scale(s, w[i].add((first + b) * P::BYTES));
+                        }
+                    }
+                }
+                for b in 0..run {
+                    let mut a = [[P::x(s, x[0].add((first + b) * P::X_BYTES), 0); MOST_PARTS]; M];
+                    for m in 0..M {
+                        for part in 0..P::parts::<S>() {
+                            a[m][part] = P::x(s, x[m].add((first + b) * P::X_BYTES), part);
+                        }
+                    }
+                    // Where widening has a part in common for the block, it is done with one row before the next.
+                    let (outer, inner) = if P::SCALED {
+                        (1, P::parts::<S>())
+                    } else {
+                        (P::parts::<S>(), 1)
+                    };
+                    for j in 0..outer {
+                        for i in 0..N {
+                            let block = w[i].add((first + b) * P::BYTES);
+                            for k in 0..inner {
+                                let part = j + k;
+                                let v = P::w(s, block, part, &scales[i][b % RUN]);
+                                for m in 0..M {
+                                    sums[m][i] = P::add(s, v, a[m][part], sums[m][i]);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// Memory to bring near in step with the kernel.
+struct Ahead {
+    next: *const u8,
+    /// Bytes left, and for each step.
+    left: usize,
+    step: usize,
+}
+
+impl Ahead {
+    fn new(next: *const u8, bytes: usize) -> Self {
+        Self {
+            next,
+            left: bytes,
+            step: 0,
+        }
+    }
+
+    /// Shares out what is left among so many steps, in whole cache lines.
+    #[inline(always)]
+    fn pace(&mut self, steps: usize) {
+        self.step = self.left.div_ceil(steps.max(1)).next_multiple_of(64);
+    }
+
+    #[inline(always)]
+    fn stop(&mut self) {
+        self.left = 0;
+    }
+
+    #[inline(always)]
+    fn step<S: Simd>(&mut self, s: S, steps: usize) {
+        if self.left > 0 {
+            let bytes = steps * self.step;
+            s.prefetch_run(self.next, bytes);
+            self.next = self.next.wrapping_add(bytes);
+            self.left = self.left.saturating_sub(bytes);
+        }
+    }
+}
