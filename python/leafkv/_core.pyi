@@ -557,11 +557,11 @@ class Weight:
     """A matrix of weights in numpy arrays, which it reads in place and keeps alive. They must not be written to.
 
     Args:
-        parts: ``(kind, array)`` pairs, whose rows follow one another; each contiguous, at any alignment, a mapped file for
-            example. ``float32``: float32 [rows, columns]; ``float16``: float16; ``bfloat16``: uint16, the bits.
+        parts: ``(kind, array)`` pairs, whose rows follow one another; each contiguous, at any alignment, a mapped file
+            for example. ``float32``: float32 [rows, columns]; ``float16``: float16; ``bfloat16``: uint16, the bits.
             ``q8_0``, ``q4_0``, ``q4_1``: uint8 [rows, bytes of a row], blocks of 32 columns as GGUF files have them
-            (34, 18, 20 bytes), which begin with a float16 scale d. Elements q are 8-bit integers, standing for d q, or 4
-            bits wide, standing for d (q - 8), or, with a float16 offset m behind d, d q + m.
+            (34, 18, 20 bytes), which begin with a float16 scale d. Elements q are 8-bit integers, standing for d q,
+            or 4 bits wide, standing for d (q - 8), or, with a float16 offset m behind d, d q + m.
 
     Raises:
         InvalidInputError: there is no part, one is malformed, or they differ in columns.
@@ -592,8 +592,8 @@ def linear(
 ) -> NDArray[np.float32]:
     """``x`` times ``weight`` transposed, plus ``bias``: what a linear layer computes.
 
-    **Bit-equal in any batch**: under one instruction set, a row's result depends on that row, the weights and the options
-    alone. Weights of any kind are what they stand for in float32, exactly; sums are in float32, in one order.
+    **Bit-equal in any batch**: under one instruction set, a row's result depends on that row, the weights and the
+    options alone. Weights of any kind are what they stand for in float32, exactly; sums are in float32, in one order.
 
     Args:
         x: float32 [T, columns], rows contiguous, at any stride and alignment.
@@ -601,8 +601,8 @@ def linear(
         bias: float32 [rows].
         out: float32 [T, rows] to write to, apart from all that is read; a new array by default.
         add: add to what ``out`` holds.
-        precision: "bfloat16" rounds ``x`` to bfloat16 first, to nearest even, and needs weights of that kind: faster where
-            the CPU multiplies them as they are.
+        precision: "bfloat16" rounds ``x`` to bfloat16 first, to nearest even, and needs weights of that kind: faster
+            where the CPU multiplies them as they are.
         num_threads: threads to use, or None for all available.
 
     Returns:
@@ -700,11 +700,11 @@ def rope_write_kv(
         sin: likewise.
         key_cache: one layer's keys, as `paged_attention` takes them.
         value_cache: likewise.
-        slots: int64 [T], where each token's keys and values go; -1 is skipped. Where a slot is named twice, the last one
-            wins.
+        slots: int64 [T], where each token's keys and values go; -1 is skipped. Where a slot is named twice, the last
+            one wins.
         num_heads: heads of queries.
-        out: float32 [T, num_heads, head_dim] to write to, apart from all else; a new array by default. A token's heads are
-            contiguous.
+        out: float32 [T, num_heads, head_dim] to write to, apart from all else; a new array by default. A token's heads
+            are contiguous.
         q_norm: float32 [head_dim], the weight of an `rms_norm` of each query head before it is turned (Qwen3). Needs
             ``k_norm`` and ``eps``.
         k_norm: likewise, of keys.
@@ -734,8 +734,8 @@ def top_k(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """The ``k`` largest elements of each row, and their indices: float32 and int64 [S, k] for float32 [S, vocab_size].
 
-    The largest comes first, the lowest index first among equals. Where a row is no distribution (see `argmax`), they are
-    NaN and -1.
+    The largest comes first, the lowest index first among equals. Where a row is no distribution (see `argmax`), they
+    are NaN and -1.
 
     Raises:
         InvalidInputError: an argument is malformed, or ``k`` is not in 1 to vocab_size.

@@ -79,6 +79,7 @@ class Engine:
             max_model_len=max_model_len,
             num_threads=num_threads,
         )
+        self._num_threads = num_threads
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, Request] = {}
         self._outputs: list[RequestOutput] = []
@@ -162,7 +163,7 @@ class Engine:
         expected = (len(sampled), self.model.config.vocab_size)
         if logits.shape != expected:
             raise LeafKVError(f"the model gave logits of shape {logits.shape}, expected {expected}")
-        return dict(zip(sampled, sample(logits, sampled), strict=True))
+        return dict(zip(sampled, sample(logits, sampled, self._num_threads), strict=True))
 
     def _advance(self, request: Request, n: int, token: int | None) -> None:
         """Account for ``n`` computed tokens and, if there is one, the next token."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from leafkv._core import argmax
+
 if TYPE_CHECKING:
     from leafkv.engine.request import Request
     from leafkv.engine.sampling_params import SamplingParams
@@ -21,13 +23,12 @@ INVALID = -1
 """In place of a token: the row is not a distribution (NaN, +inf, or nothing but -inf)."""
 
 
-def sample(logits: NDArray[np.float32], requests: Sequence[Request]) -> list[int]:
+def sample(logits: NDArray[np.float32], requests: Sequence[Request], num_threads: int | None = None) -> list[int]:
     """Pick the next token of each request from its row of ``logits`` [len(requests), vocabulary]."""
-    best = logits.argmax(axis=1)  # the lowest id among equals; a NaN, where there is one
-    sane = np.isfinite(logits[np.arange(len(best)), best])
-    tokens: list[int] = np.where(sane, best, INVALID).tolist()
+    # The lowest id among equals; INVALID where there is none.
+    tokens: list[int] = argmax(logits, num_threads=num_threads).tolist()
     for row, request in enumerate(requests):
-        if sane[row] and not request.params.greedy:
+        if tokens[row] != INVALID and not request.params.greedy:
             tokens[row] = draw(logits[row], request.params, request.seed, len(request.tokens))
     return tokens
 
