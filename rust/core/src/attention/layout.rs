@@ -25,6 +25,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
+use crate::simd::Simd;
 use crate::{Error, Result};
 
 /// Tokens in a tile, in either layout the granule in which KV reaches the kernel.
@@ -173,8 +174,9 @@ impl<'a> KvLayer<'a> {
     ///
     /// # Safety
     /// For `'a`, every element and scale that `spec` and the strides reach is valid memory: readable, initialised, and writable
-    /// if the layer is given to [`write_kv`](super::write_kv). While a call runs, nobody else writes a slot that it
-    /// reads or writes, nor scales of the 16 slots of a block (0 to 15, 16 to 31, ...) that such a one is among.
+    /// if the layer is given to [`write_kv`](super::write_kv) or [`rope_write_kv`](crate::ops::rope_write_kv). While a call
+    /// runs, nobody else writes a slot that it reads or writes, nor scales of the 16 slots of a block (0 to 15, 16 to 31,
+    /// ...) that such a one is among.
     pub unsafe fn new(
         spec: KvSpec,
         key: KvArray,
@@ -373,6 +375,18 @@ pub(crate) struct Walk {
 impl Walk {
     fn at(&self, dim: usize) -> isize {
         self.start + (dim / self.run * self.stride + dim % self.run * self.size) as isize
+    }
+
+    /// Asks for the memory of a token's `dims` elements, to be written to.
+    #[inline(always)]
+    pub(crate) fn prefetch<S: Simd>(&self, s: S, dims: usize, head: *const u8) {
+        let run = self.run * self.size;
+        for first in (0..dims).step_by(self.run) {
+            let at = head.wrapping_offset(self.at(first));
+            for line in (0..run).step_by(64) {
+                s.prefetch_write(at.wrapping_add(line));
+            }
+        }
     }
 
     /// Writes a token's elements from `first` on, whole runs or a part of the only one; `head` is the start of its

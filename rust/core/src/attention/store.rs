@@ -4,7 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::layout::{KvDtype, KvLayer, Side, Vectors, Walk};
-use crate::simd::DefaultMode;
+use crate::simd::{DefaultMode, Simd};
 use crate::{Error, Result};
 
 /// Stores keys and values of new tokens, rounded to the cache's dtype (to nearest even), at `slots`: token `i` goes to
@@ -91,8 +91,22 @@ impl<'a> Slot<'a> {
         })
     }
 
+    /// Asks for all memory that is to be written: a tiled layout has a key's elements on as many cache lines, which would
+    /// else be waited for one after another.
+    #[inline(always)]
+    pub(crate) fn prefetch<S: Simd>(&self, s: S) {
+        let spec = self.layer.spec();
+        for (side, walk) in [Side::Key, Side::Value].into_iter().zip(&self.walks) {
+            for head in 0..spec.num_kv_heads {
+                // SAFETY: the slot is in the layer.
+                let head = unsafe { self.layer.head(side, self.block, head) };
+                walk.prefetch(s, spec.head_dim, head);
+            }
+        }
+    }
+
     /// Stores one head's key or value as [`write_kv`] says, in the default floating-point mode. The row may lie at any
-    /// alignment.
+    /// alignment. Inlined with all it calls, to be compiled for the caller's instruction set.
     ///
     /// # Safety
     /// The slot and the head are in the layer, which is writable, and nobody else uses them; the row has `head_dim`

@@ -123,13 +123,20 @@ impl Each for Turn<'_> {
             query_norm = Some((&norms.query, norms.eps));
             key_norm = Some((&norms.key, norms.eps));
         }
+        let slot = |token: usize| Slot::new(self.layer, *self.slots.get(token)?);
+        if let Some(slot) = slot(rows.start) {
+            slot.prefetch(s);
+        }
         for token in rows {
+            if let Some(next) = slot(token + 1) {
+                next.prefetch(s);
+            }
             // SAFETY: the token is there and this thread's, by the caller's promise; shapes and slots were checked.
             unsafe {
                 let (queries, out) = (self.projected.qkv.row(token), self.out.row(token));
                 let keys = queries.add(self.heads * dims);
                 let values = keys.add(kv_heads * dims);
-                if let Some(slot) = Slot::new(self.layer, self.slots[token]) {
+                if let Some(slot) = slot(token) {
                     for head in 0..kv_heads {
                         // The first query's place is free until its turn.
                         self.turn(s, token, keys.add(head * dims), key_norm, out);

@@ -118,6 +118,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch_write(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(p.cast()) };
+    }
+
+    #[inline(always)]
     fn splat(self, a: f32) -> __m256 {
         unsafe { _mm256_set1_ps(a) }
     }

@@ -147,6 +147,11 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     }
 
     #[inline(always)]
+    fn prefetch_write(self, p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(p.cast()) };
+    }
+
+    #[inline(always)]
     fn splat(self, a: f32) -> __m512 {
         unsafe { _mm512_set1_ps(a) }
     }

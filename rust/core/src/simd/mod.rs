@@ -109,6 +109,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn prefetch(self, p: *const u8);
     /// The same, into the first-level cache.
     fn prefetch_near(self, p: *const u8);
+    /// The same, to be written to.
+    #[inline(always)]
+    fn prefetch_write(self, p: *const u8) {
+        self.prefetch_near(p);
+    }
     /// Asks for `bytes` from `p` on into the second-level cache.
     #[inline(always)]
     fn prefetch_run(self, p: *const u8, bytes: usize) {

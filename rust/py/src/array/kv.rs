@@ -15,7 +15,9 @@ const VECTORS: &str = "float32 of shape [tokens, heads, head_dim]";
 impl<'a> View<'a> {
     /// A copy of a vector of `T`.
     pub(crate) fn vector<T: Scalar>(&self) -> PyResult<Vec<T>> {
-        self.expect(&[T::DTYPE], 1, &format!("{} of shape [n]", T::NAME))?;
+        if self.dtype() != T::DTYPE || self.shape().len() != 1 {
+            return Err(self.unlike(&format!("{} of shape [n]", T::NAME)));
+        }
         Ok((0..self.shape()[0]).map(|i| self.read(i, 0)).collect())
     }
 
