@@ -34,7 +34,6 @@ impl Random {
 /// Bytes of rows of weights, at an odd address, and what they stand for.
 struct Stored {
     bytes: Vec<u8>,
-    columns: usize,
     rows: usize,
     kind: WeightKind,
     values: Vec<f32>,
@@ -53,7 +52,6 @@ impl Stored {
         assert_eq!(bytes.len(), 1 + rows * kind.row_bytes(columns).unwrap());
         Self {
             bytes,
-            columns,
             rows,
             kind,
             values,
