@@ -123,17 +123,18 @@ fn available() -> usize {
 }
 
 /// Runs `work` on up to `num_threads` threads at once, this one among them, and returns when all that began are done.
+/// Workers that are asleep are left so unless `wake`: it takes this thread 8 microseconds, and them some 40.
 ///
 /// `work` is expected to claim pieces until none is left. Short work is over before a sleeping worker wakes up: one
 /// that comes after this thread has returned from `work` finds the door closed, and nobody waits for it.
-pub(crate) fn run(num_threads: usize, work: impl Fn() + Sync) {
+pub(crate) fn run(num_threads: usize, wake: bool, work: impl Fn() + Sync) {
     match (num_threads > 1).then(|| workers(num_threads)).flatten() {
         None => work(),
-        Some(workers) => share(&workers, num_threads - 1, &work),
+        Some(workers) => share(&workers, num_threads - 1, wake, &work),
     }
 }
 
-fn share(workers: &Arc<Workers>, helpers: usize, work: &(dyn Fn() + Sync)) {
+fn share(workers: &Arc<Workers>, helpers: usize, wake: bool, work: &(dyn Fn() + Sync)) {
     let call = Arc::new(Call {
         door: AtomicUsize::new(0),
         // SAFETY: a pointer may outlive what it points to; `Call::help` sees to it that none is followed then.
@@ -142,7 +143,8 @@ fn share(workers: &Arc<Workers>, helpers: usize, work: &(dyn Fn() + Sync)) {
         panic: Mutex::default(),
     });
     let open = OpenDoor(&call);
-    for _ in workers.announce(&call)..helpers {
+    let awake = workers.announce(&call);
+    for _ in awake..if wake { helpers } else { 0 } {
         if workers.waiting.fetch_add(1, Relaxed) >= MOST_WAITING * helpers {
             workers.waiting.fetch_sub(1, Relaxed);
             break;
@@ -296,7 +298,7 @@ mod tests {
         let (both, me) = (Barrier::new(2), thread::current().id());
         let workers = Workers::new(1).unwrap();
         panic::catch_unwind(AssertUnwindSafe(|| {
-            share(&workers, 1, &|| {
+            share(&workers, 1, true, &|| {
                 both.wait();
                 if thread::current().id() == me {
                     caller();
@@ -314,7 +316,7 @@ mod tests {
                 scope.spawn(move || {
                     for round in 0..500 {
                         let pieces = Pieces::new(round % 7);
-                        run(1 + (caller + round) % 5, || pieces.work());
+                        run(1 + (caller + round) % 5, round % 3 > 0, || pieces.work());
                         pieces.assert_done();
                     }
                 });
@@ -325,11 +327,11 @@ mod tests {
     #[test]
     fn calls_in_calls_do_not_wait_for_each_other() {
         let outer = Pieces::new(100);
-        run(2, || {
+        run(2, true, || {
             let inner = Pieces::new(3);
-            run(2, || {
+            run(2, true, || {
                 inner.work();
-                run(3, || outer.work());
+                run(3, true, || outer.work());
             });
             inner.assert_done();
         });
@@ -346,14 +348,14 @@ mod tests {
         };
         thread::scope(|scope| {
             scope.spawn(|| {
-                share(&workers, 1, &|| {
+                share(&workers, 1, true, &|| {
                     busy.wait();
                     free.wait();
                 });
             });
             busy.wait();
             for _ in 0..100 {
-                share(&workers, 1, &work);
+                share(&workers, 1, true, &work);
                 assert!(workers.waiting.load(Relaxed) <= MOST_WAITING);
             }
             free.wait();

@@ -8,7 +8,7 @@ mod modes;
 use std::ops::Range;
 
 use attention_support::{Cache, DTYPES, Heads, Order, POISON, number};
-use leafkv_core::attention::{KvDtype, Vectors, write_kv};
+use leafkv_core::attention::{KvDtype, Side, Vectors, write_kv};
 use leafkv_core::ops::{
     HeadNorms, Projected, Rows, RowsMut, argmax, rms_norm, rope_write_kv, silu_mul, top_k,
 };
@@ -416,6 +416,16 @@ impl Tokens {
         let [keys, values] = [&keys, &values].map(|rows| Vectors::from_slice(rows, kv, dim));
         let cache = self.cache(dtype, order);
         write_kv(&cache.layer(), &keys, &values, &self.slots).unwrap();
+        // Elements are where they belong, of long heads, too.
+        let token = self.slots.len() - 1;
+        let slot = self.slots[token] as usize;
+        for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
+            for (head, i) in (0..kv).flat_map(|head| (0..dim).map(move |i| (head, i))) {
+                let got = cache.layer().element(side, slot / 16, head, slot % 16, i);
+                let error = (got - rows.element(token, head, i)).abs();
+                assert!(error < 0.05, "{dtype:?} {order:?}: element {i}");
+            }
+        }
         (queries, cache)
     }
 }

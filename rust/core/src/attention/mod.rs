@@ -252,7 +252,8 @@ pub fn attend(
             next: &next,
         });
     };
-    threads::run(if schedule.inline { 1 } else { plan.threads }, work);
+    let threads = if schedule.inline { 1 } else { plan.threads };
+    threads::run(threads, schedule.wake, work);
     lock(&plan.scratch).push(scratch);
     Ok(())
 }

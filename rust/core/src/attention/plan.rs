@@ -40,13 +40,16 @@ const READ_COST: usize = 8;
 /// Least cost worth an item of its own: a partition read for one row.
 const MIN_ITEM_COST: usize = PARTITION * READ_COST;
 
-/// Work (cost times head_dim, all heads) that one thread does alone, some 15 to 45 microseconds: to wake another takes it
-/// 10, and the other is there only after 20 more.
-const INLINE_WORK: usize = 1 << 20;
+/// Work (cost times head_dim, all heads) that one thread does alone: some 2 to 6 microseconds.
+const INLINE_WORK: usize = 1 << 17;
+
+/// Work that is shared with threads that are awake, and wakes none: some 15 to 45 microseconds. To wake another takes
+/// 10 of them, and the other is there only after 20 more.
+const SLEEPY_WORK: usize = 1 << 20;
 
 /// Work that is over before another thread would have noticed that it may run.
 const BRIEF_WORK: usize = 1 << 19;
-const _: () = assert!(BRIEF_WORK <= INLINE_WORK);
+const _: () = assert!(BRIEF_WORK <= SLEEPY_WORK);
 
 /// A segment whose records would take more floats than this is not split: memory is worth more than balance.
 const MAX_SPLIT_FLOATS: usize = 1 << 24;
@@ -168,6 +171,8 @@ pub(super) struct Schedule {
     pub(super) counters: usize,
     /// Whether one thread does it all: there is little, or only one.
     pub(super) inline: bool,
+    /// Whether it is worth waking other threads.
+    pub(super) wake: bool,
     /// Whether the call is too short for another thread to profit from what this one could let go of.
     pub(super) brief: bool,
 }
@@ -387,6 +392,7 @@ impl Schedule {
         };
         Self {
             inline,
+            wake: work > SLEEPY_WORK,
             most_heads,
             units,
             items,

@@ -50,6 +50,9 @@ const ROW_BLOCK: usize = 96;
 /// Weight rows in a piece of work, a multiple of what the kernel takes at once.
 const WEIGHT_BLOCK: usize = 32;
 
+/// Products that are shared with threads that are awake, and wake none.
+const SLEEPY_WORK: usize = 1 << 20;
+
 /// `out = x * weight^T + bias`, or `out += ...`, under one instruction set and the default floating-point mode.
 ///
 /// # Errors
@@ -92,10 +95,14 @@ pub(super) fn multiply(
             next: AtomicUsize::new(0),
             threads,
         };
-        threads::run(threads, || {
-            let _mode = DefaultMode::enter();
-            isa.dispatch(Work(&call));
-        });
+        threads::run(
+            threads,
+            rows * call.weight.shape()[0] * columns > SLEEPY_WORK,
+            || {
+                let _mode = DefaultMode::enter();
+                isa.dispatch(Work(&call));
+            },
+        );
         Ok(())
     })
 }

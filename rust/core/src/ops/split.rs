@@ -45,7 +45,7 @@ pub(super) fn run(isa: Isa, rows: usize, threads: usize, work: &impl Each) -> Re
         return Ok(());
     }
     let (piece, next) = (rows.div_ceil(threads * PIECES), AtomicUsize::new(0));
-    threads::run(threads, || {
+    threads::run(threads, true, || {
         let _mode = DefaultMode::enter();
         loop {
             let first = next.fetch_add(piece, Relaxed);
