@@ -1,5 +1,6 @@
 //! Norms, activations, rotations and the best logits: against plain loops, whatever the memory, the batch, the threads.
 #![allow(missing_docs)]
+#![allow(clippy::needless_range_loop)] // indices name rows of several arrays at once
 
 mod attention_support;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]

@@ -33,7 +33,8 @@ impl Activations {
     ) -> Result<Self> {
         let [rows, columns] = x.shape();
         let (base, stride) = (x.start(), x.stride());
-        let aligned = base.addr() % LINE == 0 && (stride % LINE as isize == 0 || rows == 1);
+        let aligned =
+            base.addr().is_multiple_of(LINE) && (stride % LINE as isize == 0 || rows == 1);
         let whole = columns.is_multiple_of(BLOCK);
         if precision == Precision::Float32 && whole && (aligned || rows == 1) {
             return Ok(Self { base, stride });

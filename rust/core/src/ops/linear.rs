@@ -45,8 +45,10 @@ pub struct LinearOptions<'a> {
     pub num_threads: Option<usize>,
 }
 
-/// Rows of activations in a piece of work: they stay in the second-level cache while weights pass by.
-const ROW_BLOCK: usize = 96;
+/// Bytes of activations in a piece of work: they stay in the second-level cache while weights pass by.
+const NEAR: usize = 512 << 10;
+/// Rows of activations in a piece of work that are worth reading weights for.
+const LEAST_ROWS: usize = 96;
 /// Weight rows in a piece of work, a multiple of what the kernel takes at once.
 const WEIGHT_BLOCK: usize = 32;
 
@@ -92,6 +94,7 @@ pub(super) fn multiply(
             out,
             options,
             dot,
+            row_block: row_block(rows, columns),
             next: AtomicUsize::new(0),
             threads,
         };
@@ -147,9 +150,17 @@ struct Call<'a> {
     options: &'a LinearOptions<'a>,
     /// Whether bfloat16 is multiplied as such.
     dot: bool,
+    /// Rows of activations in a piece of work.
+    row_block: usize,
     /// The first piece that nobody has claimed.
     next: AtomicUsize,
     threads: usize,
+}
+
+/// Rows in blocks of about the same size.
+fn row_block(rows: usize, columns: usize) -> usize {
+    let most = (NEAR / (4 * columns)).max(LEAST_ROWS);
+    rows.div_ceil(rows.div_ceil(most)).next_multiple_of(4)
 }
 
 // SAFETY: what pointers name is readable from any thread, and each output is one piece's.
@@ -165,7 +176,7 @@ impl Call<'_> {
     /// Claims neighbouring pieces: many at first, so that weights are read in long runs, few at the end, so that all threads
     /// end together.
     fn claim(&self) -> std::ops::Range<usize> {
-        let all = self.pieces() * self.rows.div_ceil(ROW_BLOCK);
+        let all = self.pieces() * self.rows.div_ceil(self.row_block);
         let run = |next: usize| (all.saturating_sub(next) / (2 * self.threads)).max(1);
         let claimed = self
             .next
@@ -176,7 +187,7 @@ impl Call<'_> {
 
     fn piece(&self, index: usize) -> Piece<'_> {
         let (block, mut n) = (index / self.pieces(), index % self.pieces());
-        let row = block * ROW_BLOCK;
+        let row = block * self.row_block;
         let (mut part, mut column) = (&self.weight.parts[0], 0);
         for next in &self.weight.parts {
             part = next;
@@ -191,7 +202,7 @@ impl Call<'_> {
         let stride = part.kind.row_bytes(self.columns).unwrap_or(0);
         Piece {
             x: &self.x,
-            rows: ROW_BLOCK.min(self.rows - row),
+            rows: self.row_block.min(self.rows - row),
             weights: part.base.wrapping_add(first * stride),
             stride,
             outputs: WEIGHT_BLOCK.min(part.rows - first),

@@ -15,6 +15,8 @@ use super::weight::{BLOCK, WeightKind};
 use crate::buffer::Buffer;
 use crate::simd::{Kernel, MAX_LANES, Simd};
 
+/// Bytes of a cache line: a vector on two of them takes two loads.
+const LINE: usize = 64;
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
 const NEAR: usize = 20 << 10;
 /// Rows of activations that may be more than that, for weights to come from memory evenly.
@@ -44,16 +46,14 @@ pub(super) struct Piece<'a> {
 impl Piece<'_> {
     /// Computes it, `P` being how its weights are multiplied.
     pub(super) fn compute<S: Simd, P: Product>(self, s: S, scratch: &mut Buffer) {
-        let line = 64;
-        let plain = P::PLAIN && self.weights.addr() % line == 0 && self.stride.is_multiple_of(line);
+        let aligned = |bytes: usize| bytes.is_multiple_of(LINE);
+        let plain = P::PLAIN && aligned(self.weights.addr()) && aligned(self.stride);
         let once = self.rows <= 2 || self.rows == most_rows::<S>();
         if self.columns.is_multiple_of(BLOCK) && (plain || once) {
             return s.vectorize(Outputs::<P> {
                 weights: self.weights,
                 stride: self.stride,
-                ahead: self
-                    .weights
-                    .wrapping_add(self.stride * most_outputs::<S>(self.rows)),
+                ahead: self.weights.wrapping_add(self.stride * self.ahead::<S>()),
                 piece: self,
                 product: PhantomData,
             });
@@ -73,6 +73,17 @@ impl Piece<'_> {
             piece: self,
             product: PhantomData,
         });
+    }
+}
+
+impl Piece<'_> {
+    /// How many rows of weights ahead of the kernel memory is asked for: those that come next. Where the piece's are read
+    /// again and again, that is the next piece.
+    fn ahead<S: Simd>(&self) -> usize {
+        match self.rows {
+            ..=SINGLE_PASS => most_outputs::<S>(self.rows),
+            _ => self.outputs,
+        }
     }
 }
 
@@ -136,7 +147,8 @@ impl<P: Product> Kernel for Outputs<'_, P> {
             _ => (NEAR / (self.blocks() * P::X_BYTES)).max(1),
         };
         let group = group.next_multiple_of(most_rows::<S>());
-        let mut ahead = Ahead::new(self.ahead, self.piece.outputs * self.piece.stride);
+        let bytes = self.piece.outputs * self.piece.stride;
+        let mut ahead = Ahead::new(self.ahead, bytes, self.steps::<S>());
         for first in (0..rows).step_by(group) {
             let end = rows.min(first + group);
             // SAFETY: rows up to `end` are the piece's.
@@ -153,6 +165,13 @@ impl<P: Product> Kernel for Outputs<'_, P> {
 impl<P: Product> Outputs<'_, P> {
     fn blocks(&self) -> usize {
         self.piece.columns.div_ceil(BLOCK)
+    }
+
+    /// Blocks that all tiles together go through, or nearly so many.
+    fn steps<S: Simd>(&self) -> usize {
+        let Piece { rows, outputs, .. } = self.piece;
+        let tiles = (rows / most_rows::<S>()).max(1);
+        tiles * (outputs / most_outputs::<S>(rows)).max(1) * self.blocks()
     }
 
     /// Rows `first..end` of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
@@ -196,7 +215,6 @@ impl<P: Product> Outputs<'_, P> {
         }
         let outputs = self.piece.outputs;
         let whole = outputs / N * N;
-        ahead.pace((end - first) / M * (whole / N) * self.blocks());
         // SAFETY: as above; outputs are the piece's.
         unsafe {
             for n in (0..whole).step_by(N) {
@@ -204,7 +222,6 @@ impl<P: Product> Outputs<'_, P> {
                     self.tile::<S, M, N>(s, row, n, ahead);
                 }
             }
-            ahead.stop();
             for n in whole..outputs {
                 for row in (first..end).step_by(M) {
                     self.tile::<S, M, 1>(s, row, n, ahead);
@@ -335,37 +352,32 @@ impl<P: Product> Outputs<'_, P> {
 /// Memory to bring near in step with the kernel.
 struct Ahead {
     next: *const u8,
-    /// Bytes left, and for each step.
     left: usize,
+    /// Bytes for each step, and of steps that have been done.
     step: usize,
+    due: usize,
 }
 
 impl Ahead {
-    fn new(next: *const u8, bytes: usize) -> Self {
+    /// `bytes` from `next` on, in so many steps.
+    fn new(next: *const u8, bytes: usize, steps: usize) -> Self {
         Self {
             next,
             left: bytes,
-            step: 0,
+            step: bytes.div_ceil(steps.max(1)),
+            due: 0,
         }
     }
 
-    /// Shares out what is left among so many steps, in whole cache lines.
-    #[inline(always)]
-    fn pace(&mut self, steps: usize) {
-        self.step = self.left.div_ceil(steps.max(1)).next_multiple_of(64);
-    }
-
-    #[inline(always)]
-    fn stop(&mut self) {
-        self.left = 0;
-    }
-
+    /// So many steps, in whole cache lines.
     #[inline(always)]
     fn step<S: Simd>(&mut self, s: S, steps: usize) {
         if self.left > 0 {
-            let bytes = steps * self.step;
+            self.due += steps * self.step;
+            let bytes = self.due & !63;
             s.prefetch_run(self.next, bytes);
             self.next = self.next.wrapping_add(bytes);
+            self.due -= bytes;
             self.left = self.left.saturating_sub(bytes);
         }
     }

@@ -190,6 +190,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)] // of several arrays at once
     fn sums(self, a: &[__m256; MAX_LANES]) -> __m256 {
         // Each step adds the halves of two vectors' sums into one; in this order, lanes end in that of the vectors.
         let (mut fours, mut twos) = ([a[0]; 4], [a[0]; 2]);

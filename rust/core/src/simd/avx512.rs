@@ -215,6 +215,7 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         }
     }
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)] // of several arrays at once
     fn sums(self, a: &[__m512; MAX_LANES]) -> __m512 {
         // Each step adds the halves of two vectors' sums into one; in this order, lanes end in that of the vectors.
         let (mut eights, mut fours, mut twos) = ([a[0]; 8], [a[0]; 4], [a[0]; 2]);

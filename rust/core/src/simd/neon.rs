@@ -179,6 +179,7 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)] // of several arrays at once
     fn sums(self, a: &[float32x4_t; MAX_LANES]) -> float32x4_t {
         let (mut halves, mut twos) = ([a[0]; 4], [a[0]; 2]);
         unsafe {
