@@ -16,11 +16,14 @@ __all__ = [
     "Snapshot",
     "Stats",
     "WaitFor",
+    "Weight",
     "__version__",
     "argmax",
     "block_digests",
     "copy_blocks",
+    "embed",
     "instruction_set",
+    "linear",
     "paged_attention",
     "rms_norm",
     "rope_write_kv",
@@ -39,6 +42,9 @@ _Integers: TypeAlias = NDArray[np.integer[Any]] | array[int] | Sequence[int]
 
 _Media: TypeAlias = tuple[int, int, bytes]
 """A span of placeholder tokens for one image, sound …: its start and length in tokens, and a digest of 32 bytes."""
+
+_WeightKind: TypeAlias = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1"]
+"""How weights are stored, see `Weight`."""
 
 @final
 class Ready:
@@ -550,8 +556,6 @@ def copy_blocks(cache: NDArray[Any], pairs: NDArray[np.int32]) -> None:
     All sources are read before any destination is written, so ``[[a, b], [b, a]]`` swaps. Destinations are unique.
     """
 
-WeightKind: TypeAlias = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1"]
-
 @final
 class Weight:
     """A matrix of weights in numpy arrays, which it reads in place and keeps alive. They must not be written to.
@@ -573,7 +577,7 @@ class Weight:
         """(rows, columns)."""
 
     @property
-    def kinds(self) -> tuple[WeightKind, ...]:
+    def kinds(self) -> tuple[_WeightKind, ...]:
         """The kind of each part."""
 
     @property
@@ -614,7 +618,7 @@ def linear(
 
 def embed(
     weight: Weight,
-    token_ids: NDArray[Any] | Sequence[int],
+    token_ids: _TokenIds,
     *,
     out: NDArray[np.float32] | None = None,
     num_threads: int | None = None,

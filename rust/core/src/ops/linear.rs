@@ -46,7 +46,7 @@ pub struct LinearOptions<'a> {
 }
 
 /// Bytes of activations in a piece of work: they stay in the second-level cache while weights pass by.
-const NEAR: usize = 512 << 10;
+const ROW_BYTES: usize = 512 << 10;
 /// Rows of activations in a piece of work that are worth reading weights for.
 const LEAST_ROWS: usize = 96;
 /// Weight rows in a piece of work, a multiple of what the kernel takes at once.
@@ -159,7 +159,7 @@ struct Call<'a> {
 
 /// Rows in blocks of about the same size.
 fn row_block(rows: usize, columns: usize) -> usize {
-    let most = (NEAR / (4 * columns)).max(LEAST_ROWS);
+    let most = (ROW_BYTES / (4 * columns)).max(LEAST_ROWS);
     rows.div_ceil(rows.div_ceil(most)).next_multiple_of(4)
 }
 

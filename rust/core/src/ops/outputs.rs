@@ -74,9 +74,7 @@ impl Piece<'_> {
             product: PhantomData,
         });
     }
-}
 
-impl Piece<'_> {
     /// How many rows of weights ahead of the kernel memory is asked for: those that come next. Where the piece's are read
     /// again and again, that is the next piece.
     fn ahead<S: Simd>(&self) -> usize {
