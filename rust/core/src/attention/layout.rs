@@ -377,15 +377,16 @@ impl Walk {
         self.start + (dim / self.run * self.stride + dim % self.run * self.size) as isize
     }
 
-    /// Asks for the memory of a token's `dims` elements, to be written to.
+    /// Asks for the memory of a token's `dims` elements, to be written to. No run is further from the next than a line.
     #[inline(always)]
     pub(crate) fn prefetch<S: Simd>(&self, s: S, dims: usize, head: *const u8) {
-        let run = self.run * self.size;
-        for first in (0..dims).step_by(self.run) {
-            let at = head.wrapping_offset(self.at(first));
-            for line in (0..run).step_by(64) {
-                s.prefetch_write(at.wrapping_add(line));
-            }
+        let bytes = if self.run == dims {
+            dims * self.size
+        } else {
+            dims / self.run * self.stride
+        };
+        for line in (0..bytes).step_by(64) {
+            s.prefetch_write(head.wrapping_offset(self.start).wrapping_add(line));
         }
     }
 
@@ -394,18 +395,19 @@ impl Walk {
     ///
     /// # Safety
     /// They are the token's and writable.
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn scatter<T: Copy>(&self, first: usize, elements: &[T], head: *mut u8) {
         // SAFETY: the caller's promise.
         unsafe {
-            let to = head.offset(self.at(first));
+            let head = head.offset(self.start);
+            // Each division is by a constant.
             match self.run {
-                1 => spread::<T, 1>(elements, to, self.stride),
-                2 => spread::<T, 2>(elements, to, self.stride),
-                4 => spread::<T, 4>(elements, to, self.stride),
-                _ => {
-                    to.copy_from_nonoverlapping(elements.as_ptr().cast(), size_of_val(elements));
-                }
+                1 => spread::<T, 1>(elements, head.add(first * self.stride), self.stride),
+                2 => spread::<T, 2>(elements, head.add(first / 2 * self.stride), self.stride),
+                4 => spread::<T, 4>(elements, head.add(first / 4 * self.stride), self.stride),
+                _ => head
+                    .add(first * self.size)
+                    .copy_from_nonoverlapping(elements.as_ptr().cast(), size_of_val(elements)),
             }
         }
     }
