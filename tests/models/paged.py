@@ -28,10 +28,6 @@ class NumpyCache:
     def scales(self, index: int) -> dict[str, Any]:
         return {}
 
-    def write(self, layer: int, key: NDArray[np.float32], value: NDArray[np.float32], slots: NDArray[np.int64]) -> None:
-        for array, rows in zip(self._layers[layer], (key, value), strict=True):
-            array[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows
-
 
 @dataclass
 class NumpyPlan:

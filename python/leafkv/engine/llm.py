@@ -19,6 +19,7 @@ from leafkv.engine.sampling_params import SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
 from leafkv.kv.cache import DTYPES
+from leafkv.models import load_model
 from leafkv.models.conversion import Conversion
 
 if TYPE_CHECKING:
@@ -276,8 +277,6 @@ class LLM:
 
 def _load(model: str | Path | LoadedModel | None, conversion: Conversion) -> LoadedModel:
     if model is None or isinstance(model, (str, Path)):
-        from leafkv.models import load_model  # noqa: PLC0415 (needs the extra)
-
         return load_model(model, dtype=conversion.dtype, quantization=conversion.quantization)
     if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
         raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")

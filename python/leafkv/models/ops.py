@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leafkv._core import Weight, argmax, embed, linear, rms_norm, rope_write_kv, silu_mul, top_k
+from leafkv._core import Weight, embed, linear, rms_norm, rope_write_kv, silu_mul
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
     "Weight",
-    "argmax",
     "buffers",
     "embed",
     "linear",
     "rms_norm",
     "rope_write_kv",
     "silu_mul",
-    "top_k",
 ]
 
 _LINE = 64

@@ -1,5 +1,8 @@
 //! Memory that calculations write to and read back, kept from call to call.
 
+/// Bytes of a cache line: a vector on two of them takes two loads.
+pub(crate) const LINE: usize = 64;
+
 /// Memory on cache lines of its own that grows on demand. Initialised, with anything.
 #[derive(Debug, Default)]
 pub(crate) struct Buffer(Vec<Line>);

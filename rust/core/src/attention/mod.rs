@@ -224,9 +224,7 @@ pub fn attend(
         ));
     }
     let mask = plan.mask(options)?;
-    if !isa.is_available() {
-        return Err(Error::invalid("isa", format!("this CPU has no {isa}")));
-    }
+    isa.expect_available()?;
 
     let schedule = plan.schedule(mask);
     let mut scratch = lock(&plan.scratch).pop().unwrap_or_default();

@@ -7,18 +7,14 @@ use super::split::{self, Each};
 use super::weight::BLOCK;
 use super::{Rows, lanes};
 use crate::Result;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, LINE};
 use crate::simd::{Isa, Simd};
 
-/// A vector across two cache lines costs two loads.
-const LINE: usize = 64;
-
 /// Rows of whole blocks of floats, or of bfloat16.
-#[derive(Clone, Copy)]
 pub(super) struct Activations {
     base: *const u8,
     /// Bytes from a row to the next.
-    pub(super) stride: isize,
+    stride: isize,
 }
 
 impl Activations {
@@ -33,8 +29,7 @@ impl Activations {
     ) -> Result<Self> {
         let [rows, columns] = x.shape();
         let (base, stride) = (x.start(), x.stride());
-        let aligned =
-            base.addr().is_multiple_of(LINE) && (stride % LINE as isize == 0 || rows == 1);
+        let aligned = base.addr().is_multiple_of(LINE) && stride % LINE as isize == 0;
         let whole = columns.is_multiple_of(BLOCK);
         if precision == Precision::Float32 && whole && (aligned || rows == 1) {
             return Ok(Self { base, stride });
@@ -42,14 +37,14 @@ impl Activations {
         let words = columns.next_multiple_of(BLOCK) / if narrow { 2 } else { 1 };
         // Whole cache lines a row: blocks of bfloat16 are just that.
         let to = scratch.floats(rows * words);
-        let copy = Copy {
+        let copy = Rounded {
             x,
             to: to.cast(),
             words,
             round: precision == Precision::Bfloat16,
             narrow,
         };
-        let threads = if rows * columns < MUCH { 1 } else { threads };
+        let threads = split::threads(x.shape(), Some(threads))?;
         split::run(isa, rows, threads, &copy)?;
         Ok(Self {
             base: to.cast_const().cast(),
@@ -64,10 +59,8 @@ impl Activations {
     }
 }
 
-/// Elements that are worth another thread.
-const MUCH: usize = 1 << 16;
-
-struct Copy<'a> {
+/// The copy, as it is made.
+struct Rounded<'a> {
     x: &'a Rows<'a>,
     to: *mut u32,
     words: usize,
@@ -76,9 +69,9 @@ struct Copy<'a> {
 }
 
 // SAFETY: threads write distinct rows.
-unsafe impl Sync for Copy<'_> {}
+unsafe impl Sync for Rounded<'_> {}
 
-impl Each for Copy<'_> {
+impl Each for Rounded<'_> {
     #[inline(always)]
     unsafe fn rows<S: Simd>(&self, s: S, rows: Range<usize>) {
         let [_, columns] = self.x.shape();

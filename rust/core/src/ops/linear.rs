@@ -129,8 +129,7 @@ fn check(
             "precision",
             format!("bfloat16 needs weights of bfloat16, got {}", kind.name()),
         )),
-        _ if !isa.is_available() => Err(Error::invalid("isa", format!("this CPU has no {isa}"))),
-        _ => Ok(()),
+        _ => isa.expect_available(),
     }
 }
 
@@ -199,7 +198,7 @@ impl Call<'_> {
             column += part.rows;
         }
         let first = n * WEIGHT_BLOCK;
-        let stride = part.kind.row_bytes(self.columns).unwrap_or(0);
+        let stride = self.weight.stride(part);
         Piece {
             x: &self.x,
             rows: self.row_block.min(self.rows - row),

@@ -12,11 +12,9 @@ use super::lanes;
 use super::linear::LinearOptions;
 use super::product::{Product, RUN, make_row_plain};
 use super::weight::{BLOCK, WeightKind};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, LINE};
 use crate::simd::{Kernel, MAX_LANES, Simd};
 
-/// Bytes of a cache line: a vector on two of them takes two loads.
-const LINE: usize = 64;
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
 const NEAR: usize = 20 << 10;
 /// Rows of activations that may be more than that, for weights to come from memory evenly.
@@ -372,7 +370,7 @@ impl Ahead {
     fn step<S: Simd>(&mut self, s: S, steps: usize) {
         if self.left > 0 {
             self.due += steps * self.step;
-            let bytes = self.due & !63;
+            let bytes = self.due / LINE * LINE;
             s.prefetch_run(self.next, bytes);
             self.next = self.next.wrapping_add(bytes);
             self.due -= bytes;

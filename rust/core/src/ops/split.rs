@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::simd::{DefaultMode, Dispatch, Isa, Kernel, Simd};
-use crate::{Error, Result, threads};
+use crate::{Result, threads};
 
 /// Fewer elements than this are done before another thread has woken up.
 const ALONE: usize = 1 << 14;
@@ -36,9 +36,7 @@ pub(super) fn threads([rows, columns]: [usize; 2], num_threads: Option<usize>) -
 /// # Errors
 /// This CPU lacks `isa`. Nothing is then done.
 pub(super) fn run(isa: Isa, rows: usize, threads: usize, work: &impl Each) -> Result<()> {
-    if !isa.is_available() {
-        return Err(Error::invalid("isa", format!("this CPU has no {isa}")));
-    }
+    isa.expect_available()?;
     if threads == 1 {
         let _mode = DefaultMode::enter();
         isa.dispatch(Piece(work, 0..rows));

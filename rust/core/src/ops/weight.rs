@@ -64,6 +64,14 @@ impl WeightKind {
         matches!(self, Self::Q8_0 | Self::Q4_0 | Self::Q4_1)
     }
 
+    /// Columns of a row of so many bytes of quantized blocks; `None` where they are not whole.
+    pub const fn columns(self, row_bytes: usize) -> Option<usize> {
+        match row_bytes.is_multiple_of(self.block_bytes()) {
+            true => Some(row_bytes / self.block_bytes() * BLOCK),
+            false => None,
+        }
+    }
+
     /// Bytes of a row; `None` where quantized blocks do not fill it.
     pub const fn row_bytes(self, columns: usize) -> Option<usize> {
         match self.is_quantized() && !columns.is_multiple_of(BLOCK) {
@@ -139,6 +147,12 @@ impl<'a> Weight<'a> {
         [self.rows, self.columns]
     }
 
+    /// Bytes from one row of a part to the next.
+    pub(super) fn stride(&self, part: &WeightRows<'_>) -> usize {
+        // `new` has seen that there is such a number.
+        part.kind.row_bytes(self.columns).unwrap_or(0)
+    }
+
     /// The part that row `index` is of, and where the row begins.
     ///
     /// # Panics
@@ -146,8 +160,7 @@ impl<'a> Weight<'a> {
     pub(super) fn row(&self, mut index: usize) -> (&WeightRows<'a>, *const u8) {
         for part in &self.parts {
             if index < part.rows {
-                let bytes = part.kind.row_bytes(self.columns).unwrap_or(0);
-                return (part, part.base.wrapping_add(index * bytes));
+                return (part, part.base.wrapping_add(index * self.stride(part)));
             }
             index -= part.rows;
         }

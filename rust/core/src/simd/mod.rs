@@ -326,6 +326,15 @@ impl Isa {
         self.dispatch(Probe).is_some()
     }
 
+    /// # Errors
+    /// This CPU lacks it.
+    pub(crate) fn expect_available(self) -> Result<()> {
+        if self.is_available() {
+            return Ok(());
+        }
+        Err(Error::invalid("isa", format!("this CPU has no {self}")))
+    }
+
     /// Runs `f` with the token of this instruction set; `None` where the CPU lacks it.
     pub(crate) fn dispatch<D: Dispatch>(self, f: D) -> Option<D::Output> {
         match self {

@@ -29,14 +29,13 @@ impl View<'_> {
         let [rows, width] = [self.shape()[0], self.shape()[1]];
         let columns = match kind.is_quantized() {
             false => width,
-            true if width.is_multiple_of(kind.block_bytes()) => width / kind.block_bytes() * 32,
-            true => {
-                return Err(self.wrong(&format!(
+            true => kind.columns(width).ok_or_else(|| {
+                self.wrong(&format!(
                     "got rows of {width} bytes of {}, expected a multiple of {}",
                     kind.name(),
                     kind.block_bytes()
-                )));
-            }
+                ))
+            })?,
         };
         // SAFETY: numpy vouches for shape and strides; the rest is the caller's promise.
         Ok((
