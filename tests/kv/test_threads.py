@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +39,31 @@ FORMS: tuple[Callable[[list[int]], Any], ...] = (
     lambda tokens: np.repeat(np.array(tokens, np.int32), 2)[::2],
     lambda tokens: array("q", tokens),
 )
+
+PATIENCE = 40
+"""How many times as long as planned threads go on until everything has happened that a test is about."""
+
+
+class Census:
+    """What has happened how often to all workers of a test. Each counts for itself."""
+
+    def __init__(self, *wanted: str) -> None:
+        self.wanted = wanted
+        self.counters: list[Counter[str]] = []
+
+    def counter(self) -> Counter[str]:
+        self.counters.append(Counter(dict.fromkeys(self.wanted, 0)))
+        return self.counters[-1]
+
+    def missing(self) -> list[str]:
+        return [event for event in self.wanted if not any(counter[event] for counter in self.counters)]
+
+    def rounds(self, n: int) -> Iterator[int]:
+        """`n` rounds of a worker, and further ones while something is missing: how threads take turns is chance."""
+        for number in range(PATIENCE * n):
+            if number >= n and not self.missing():
+                return
+            yield number
 
 
 def contents(namespace: bytes, tokens: list[int]) -> NDArray[np.int64]:
@@ -137,15 +162,14 @@ class Sequence:
 class Worker:
     """One thread: prompts with common prefixes, each the root of a small family of forks."""
 
-    def __init__(self, pool: Pool, number: int, seed: int) -> None:
-        self.pool, self.number = pool, number
+    def __init__(self, pool: Pool, number: int, seed: int, census: Census) -> None:
+        self.pool, self.number, self.census = pool, number, census
         self.rng = random.Random(f"{seed} {number}")
         self.next_id = 0
-        self.done: Counter[str] = Counter()
-        """What happened how often. Each thread counts for itself."""
+        self.done = census.counter()
 
     def run(self) -> None:
-        for _ in range(ROUNDS):
+        for _ in self.census.rounds(ROUNDS):
             family = self.begin()
             for _ in range(self.rng.randrange(4, 16)):
                 if family:
@@ -250,15 +274,15 @@ IMAGES = [bytes([content]) * 32 for content in range(2)]
 class BatchWorker:
     """One thread: steps of a batch, in rows that it keeps, of prompts with images, beside pins that come and go."""
 
-    def __init__(self, manager: KVManager, number: int) -> None:
-        self.manager, self.number = manager, number
+    def __init__(self, manager: KVManager, number: int, census: Census) -> None:
+        self.manager, self.number, self.census = manager, number, census
         self.rng = random.Random(number)
         self.next_id = number << 32
         self.ids: list[int] = []
         self.pins: list[int] = []
         self.rows = np.full((WIDTH, 2 * NUM_BLOCKS), -1, np.int32)
         self.stamps = np.zeros(WIDTH, np.uint64)
-        self.done: Counter[str] = Counter()
+        self.done = census.counter()
 
     def prompt(self) -> tuple[list[int], bytes, list[tuple[int, int, bytes]]]:
         rng = self.rng
@@ -267,7 +291,7 @@ class BatchWorker:
         return tokens, rng.choice(NAMESPACES), image or []
 
     def run(self) -> None:
-        for _ in range(STEPS):
+        for _ in self.census.rounds(STEPS):
             self.admit()
             self.step()
             self.disturb()
@@ -282,6 +306,8 @@ class BatchWorker:
             if isinstance(answer, WaitFor):
                 self.done["wait"] += 1
                 return
+            self.done["hit"] += answer.cached_tokens > 0
+            self.done["partial hit"] += answer.cached_tokens % BLOCK_SIZE > 0
             self.ids.append(self.next_id)
             self.next_id += 1
 
@@ -338,7 +364,8 @@ def test_batches_pins_and_images_of_many_threads() -> None:
     """Rows stay right, counters never fall, and the events tell of all that is cached in the end."""
     manager = KVManager(2 * NUM_BLOCKS, BLOCK_SIZE, partial_hits=True, pin_budget=PIN_BUDGET, event_capacity=1_000_000)
     mirror = CacheMirror(BLOCK_SIZE)
-    workers = [BatchWorker(manager, number) for number in range(1, 5)]
+    census = Census("wait", "lack", "pin", "unpin", "hit", "partial hit")
+    workers = [BatchWorker(manager, number, census) for number in range(1, 5)]
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -392,9 +419,7 @@ def test_batches_pins_and_images_of_many_threads() -> None:
     manager.check_invariants()
     stats = manager.stats()
     assert (stats.sequences, stats.held_blocks, stats.pinned_blocks, stats.dropped_events) == (0, 0, 0, 0)
-    done = sum((worker.done for worker in workers), Counter())
-    for happened in ("wait", "lack", "pin", "unpin"):
-        assert done[happened] > 0, f"no {happened} in {done}"
+    assert not census.missing()
     assert 0 < stats.partial_hit_tokens < stats.hit_tokens
 
 
@@ -410,7 +435,10 @@ def watch(manager: KVManager, stop: threading.Event) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_threads_that_contend_for_every_block(seed: int) -> None:
     pool = Pool()
-    workers = [Worker(pool, number, seed) for number in range(1, THREADS + 1)]
+    census = Census(
+        "grow", "commit", "fork", "truncate", "release", "evict", "clear", "tables", "copy", "hit", "refusal"
+    )
+    workers = [Worker(pool, number, seed, census) for number in range(1, THREADS + 1)]
     start, stop = threading.Barrier(THREADS + 1), threading.Event()
     failures: list[BaseException] = []
 
@@ -451,21 +479,7 @@ def test_threads_that_contend_for_every_block(seed: int) -> None:
     stats = manager.stats()
     assert (stats.sequences, stats.held_blocks) == (0, 0)
     assert stats.free_blocks + stats.cached_blocks == manager.allocatable_blocks == NUM_BLOCKS
-    done = sum((worker.done for worker in workers), Counter())
-    for happened in (
-        "grow",
-        "commit",
-        "fork",
-        "truncate",
-        "release",
-        "evict",
-        "clear",
-        "tables",
-        "copy",
-        "hit",
-        "refusal",
-    ):
-        assert done[happened] > 0, f"no {happened} in {done}"
+    assert not census.missing()
     assert stats.evicted_blocks > 0
 
 
