@@ -14,9 +14,9 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::activations::Activations;
-use super::outputs::Piece;
+use super::outputs::{Memory, Piece};
 use super::product::{self, Bfloat16, Float32};
-use super::weight::{Weight, WeightKind};
+use super::weight::{Weight, WeightKind, WeightRows};
 use super::{Rows, RowsMut};
 use crate::buffer::Buffer;
 use crate::simd::{DefaultMode, Dispatch, Isa, Simd, fast_bf16};
@@ -172,10 +172,15 @@ impl Call<'_> {
         parts.map(|part| part.rows.div_ceil(WEIGHT_BLOCK)).sum()
     }
 
+    /// All pieces.
+    fn all(&self) -> usize {
+        self.pieces() * self.rows.div_ceil(self.row_block)
+    }
+
     /// Claims neighbouring pieces: many at first, so that weights are read in long runs, few at the end, so that all threads
     /// end together.
     fn claim(&self) -> std::ops::Range<usize> {
-        let all = self.pieces() * self.rows.div_ceil(self.row_block);
+        let all = self.all();
         let run = |next: usize| (all.saturating_sub(next) / (2 * self.threads)).max(1);
         let claimed = self
             .next
@@ -184,26 +189,41 @@ impl Call<'_> {
         first..(first + run(first)).min(all)
     }
 
-    fn piece(&self, index: usize) -> Piece<'_> {
-        let (block, mut n) = (index / self.pieces(), index % self.pieces());
-        let row = block * self.row_block;
-        let (mut part, mut column) = (&self.weight.parts[0], 0);
-        for next in &self.weight.parts {
-            part = next;
+    /// The part, the part's first column of the output, and the first row in it of a piece.
+    fn place(&self, index: usize) -> (&WeightRows<'_>, usize, usize) {
+        let (mut n, mut column) = (index % self.pieces(), 0);
+        for part in &self.weight.parts {
             let pieces = part.rows.div_ceil(WEIGHT_BLOCK);
             if n < pieces {
-                break;
+                return (part, column, n * WEIGHT_BLOCK);
             }
             n -= pieces;
             column += part.rows;
         }
-        let first = n * WEIGHT_BLOCK;
+        unreachable!("pieces are those of the parts");
+    }
+
+    /// The weights of a piece, as they lie in memory; nothing after the last piece.
+    fn memory(&self, index: usize) -> Memory {
+        if index >= self.all() {
+            return Memory::default();
+        }
+        let (part, _, first) = self.place(index);
         let stride = self.weight.stride(part);
+        Memory {
+            start: part.base.wrapping_add(first * stride),
+            bytes: WEIGHT_BLOCK.min(part.rows - first) * stride,
+        }
+    }
+
+    fn piece(&self, index: usize, ahead: Memory) -> Piece<'_> {
+        let row = index / self.pieces() * self.row_block;
+        let (part, column, first) = self.place(index);
         Piece {
             x: &self.x,
             rows: self.row_block.min(self.rows - row),
-            weights: part.base.wrapping_add(first * stride),
-            stride,
+            weights: self.memory(index).start,
+            stride: self.weight.stride(part),
             outputs: WEIGHT_BLOCK.min(part.rows - first),
             kind: part.kind,
             columns: self.columns,
@@ -211,6 +231,7 @@ impl Call<'_> {
             row,
             column: column + first,
             options: self.options,
+            ahead,
         }
     }
 }
@@ -223,14 +244,17 @@ impl Dispatch for Work<'_> {
     fn run<S: Simd>(self, s: S) {
         // Another buffer than the activations': a caller is one of the threads.
         WIDE.with_borrow_mut(|scratch| {
-            loop {
-                let pieces = self.0.claim();
-                if pieces.is_empty() {
-                    return;
+            let mut claimed = self.0.claim();
+            while !claimed.is_empty() {
+                // Of the run after this one, the first weights are brought near meanwhile.
+                let next = self.0.claim();
+                let last = claimed.end - 1;
+                for index in claimed {
+                    let after = if index < last { index + 1 } else { next.start };
+                    let piece = self.0.piece(index, self.0.memory(after));
+                    self.piece(s.vectors(), piece, scratch);
                 }
-                for index in pieces {
-                    self.piece(s.vectors(), self.0.piece(index), scratch);
-                }
+                claimed = next;
             }
         });
     }

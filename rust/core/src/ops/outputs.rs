@@ -10,15 +10,15 @@ use super::RowsMut;
 use super::activations::Activations;
 use super::lanes;
 use super::linear::LinearOptions;
-use super::product::{Product, RUN, make_row_plain};
+use super::product::{Product, make_row_plain};
 use super::weight::{BLOCK, WeightKind};
 use crate::buffer::{Buffer, LINE};
 use crate::simd::{Kernel, MAX_LANES, Simd};
 
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
 const NEAR: usize = 20 << 10;
-/// Rows of activations that may be more than that, for weights to come from memory evenly.
-const SINGLE_PASS: usize = 32;
+/// Blocks whose scales are widened before their products begin.
+const RUN: usize = 16;
 /// Parts of a block, at most.
 const MOST_PARTS: usize = BLOCK / 4;
 
@@ -39,6 +39,25 @@ pub(super) struct Piece<'a> {
     pub(super) column: usize,
     pub(super) out: &'a RowsMut<'a>,
     pub(super) options: &'a LinearOptions<'a>,
+    /// The weights that this thread reads next.
+    pub(super) ahead: Memory,
+}
+
+/// Bytes of memory, to be brought near.
+#[derive(Clone, Copy)]
+pub(super) struct Memory {
+    pub(super) start: *const u8,
+    pub(super) bytes: usize,
+}
+
+impl Default for Memory {
+    /// Nothing.
+    fn default() -> Self {
+        Self {
+            start: std::ptr::null(),
+            bytes: 0,
+        }
+    }
 }
 
 impl Piece<'_> {
@@ -51,7 +70,6 @@ impl Piece<'_> {
             return s.vectorize(Outputs::<P> {
                 weights: self.weights,
                 stride: self.stride,
-                ahead: self.weights.wrapping_add(self.stride * self.ahead::<S>()),
                 piece: self,
                 product: PhantomData,
             });
@@ -67,19 +85,9 @@ impl Piece<'_> {
         s.vectorize(Outputs::<P::Plain> {
             weights: to,
             stride,
-            ahead: self.weights.wrapping_add(self.stride * self.outputs),
             piece: self,
             product: PhantomData,
         });
-    }
-
-    /// How many rows of weights ahead of the kernel memory is asked for: those that come next. Where the piece's are read
-    /// again and again, that is the next piece.
-    fn ahead<S: Simd>(&self) -> usize {
-        match self.rows {
-            ..=SINGLE_PASS => most_outputs::<S>(self.rows),
-            _ => self.outputs,
-        }
     }
 }
 
@@ -128,8 +136,6 @@ struct Outputs<'a, P> {
     piece: Piece<'a>,
     weights: *const u8,
     stride: usize,
-    /// What is read from memory next.
-    ahead: *const u8,
     product: PhantomData<P>,
 }
 
@@ -138,13 +144,9 @@ impl<P: Product> Kernel for Outputs<'_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let rows = self.piece.rows;
-        let group = match rows {
-            ..=SINGLE_PASS => rows,
-            _ => (NEAR / (self.blocks() * P::X_BYTES)).max(1),
-        };
+        let group = (NEAR / (self.blocks() * P::X_BYTES)).max(1);
         let group = group.next_multiple_of(most_rows::<S>());
-        let bytes = self.piece.outputs * self.piece.stride;
-        let mut ahead = Ahead::new(self.ahead, bytes, self.steps::<S>());
+        let mut ahead = Ahead::new(self.piece.ahead, self.steps::<S>());
         for first in (0..rows).step_by(group) {
             let end = rows.min(first + group);
             // SAFETY: rows up to `end` are the piece's.
@@ -163,11 +165,12 @@ impl<P: Product> Outputs<'_, P> {
         self.piece.columns.div_ceil(BLOCK)
     }
 
-    /// Blocks that all tiles together go through, or nearly so many.
+    /// Steps of all tiles together, or nearly so many.
     fn steps<S: Simd>(&self) -> usize {
         let Piece { rows, outputs, .. } = self.piece;
-        let tiles = (rows / most_rows::<S>()).max(1);
-        tiles * (outputs / most_outputs::<S>(rows)).max(1) * self.blocks()
+        let (m, n) = (most_rows::<S>(), most_outputs::<S>(rows));
+        let tiles = (rows / m).max(1) * (outputs / n).max(1);
+        tiles * self.blocks() * if P::SCALED { n } else { P::parts::<S>() }
     }
 
     /// Rows `first..end` of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
@@ -300,9 +303,8 @@ impl<P: Product> Outputs<'_, P> {
         let mut sums = [[s.splat(0.0); N]; M];
         let mut scales = [[[0.0; 2]; RUN]; N];
         let blocks = self.blocks();
-        for first in (0..blocks).step_by(P::RUN) {
-            let run = P::RUN.min(blocks - first);
-            ahead.step(s, run);
+        for first in (0..blocks).step_by(RUN) {
+            let run = RUN.min(blocks - first);
             // SAFETY: as above; all rows have so many blocks.
             unsafe {
                 // Through memory on purpose: from there, loads broadcast them without the shuffle unit.
@@ -327,11 +329,17 @@ impl<P: Product> Outputs<'_, P> {
                         (P::parts::<S>(), 1)
                     };
                     for j in 0..outer {
+                        if !P::SCALED {
+                            ahead.step(s);
+                        }
                         for i in 0..N {
+                            if P::SCALED {
+                                ahead.step(s);
+                            }
                             let block = w[i].add((first + b) * P::BYTES);
                             for k in 0..inner {
                                 let part = j + k;
-                                let v = P::w(s, block, part, &scales[i][b % RUN]);
+                                let v = P::w(s, block, part, &scales[i][b]);
                                 for m in 0..M {
                                     sums[m][i] = P::add(s, v, a[m][part], sums[m][i]);
                                 }
@@ -345,36 +353,35 @@ impl<P: Product> Outputs<'_, P> {
     }
 }
 
-/// Memory to bring near in step with the kernel.
+/// Memory to bring near in step with the kernel: a line now and then is free, several at once are not.
 struct Ahead {
     next: *const u8,
-    left: usize,
-    /// Bytes for each step, and of steps that have been done.
+    end: *const u8,
+    /// For each step, and of steps that have been done: in 1/256 of a byte.
     step: usize,
     due: usize,
 }
 
 impl Ahead {
-    /// `bytes` from `next` on, in so many steps.
-    fn new(next: *const u8, bytes: usize, steps: usize) -> Self {
+    /// All of it, in so many steps.
+    fn new(memory: Memory, steps: usize) -> Self {
         Self {
-            next,
-            left: bytes,
-            step: bytes.div_ceil(steps.max(1)),
+            next: memory.start,
+            end: memory.start.wrapping_add(memory.bytes),
+            step: (memory.bytes << 8).div_ceil(steps.max(1)),
             due: 0,
         }
     }
 
-    /// So many steps, in whole cache lines.
     #[inline(always)]
-    fn step<S: Simd>(&mut self, s: S, steps: usize) {
-        if self.left > 0 {
-            self.due += steps * self.step;
-            let bytes = self.due / LINE * LINE;
-            s.prefetch_run(self.next, bytes);
-            self.next = self.next.wrapping_add(bytes);
-            self.due -= bytes;
-            self.left = self.left.saturating_sub(bytes);
+    fn step<S: Simd>(&mut self, s: S) {
+        self.due += self.step;
+        while self.due >= LINE << 8 {
+            self.due -= LINE << 8;
+            if self.next < self.end {
+                s.prefetch(self.next);
+                self.next = self.next.wrapping_add(LINE);
+            }
         }
     }
 }

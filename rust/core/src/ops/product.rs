@@ -3,9 +3,6 @@
 use super::weight::BLOCK;
 use crate::simd::Simd;
 
-/// Blocks in a run, at most.
-pub(super) const RUN: usize = 16;
-
 /// What a block of 32 elements of both is as vectors.
 pub(super) trait Product {
     /// One multiplication's share of the activations.
@@ -18,12 +15,6 @@ pub(super) trait Product {
     const PLAIN: bool;
     /// Whether a block has a scale.
     const SCALED: bool = false;
-    /// Blocks between two looks at what else there is to do, such as prefetching: some 256 bytes.
-    const RUN: usize = match 256 / Self::BYTES {
-        0 => 1,
-        n if n < RUN => n,
-        _ => RUN,
-    };
     /// Bytes of a block of weights.
     const BYTES: usize;
     /// And of activations.
