@@ -588,6 +588,9 @@ def linear(
     x: NDArray[np.float32],
     weight: Weight,
     *,
+    norm: NDArray[np.float32] | None = None,
+    eps: float | None = None,
+    gated: bool = False,
     bias: NDArray[np.float32] | None = None,
     out: NDArray[np.float32] | None = None,
     add: bool = False,
@@ -602,6 +605,9 @@ def linear(
     Args:
         x: float32 [T, columns], rows contiguous, at any stride and alignment.
         weight: a matrix [rows, columns].
+        norm: float32 [columns]; with ``eps``, ``rms_norm(x, norm, eps)`` is multiplied, bit for bit, in one call.
+        eps: goes with ``norm``.
+        gated: ``x`` is [T, 2 columns], and ``silu_mul(x)`` is multiplied, likewise.
         bias: float32 [rows].
         out: float32 [T, rows] to write to, apart from all that is read; a new array by default.
         add: add to what ``out`` holds.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from leafkv.models.ops import buffers, embed, linear, rms_norm, rope_write_kv, silu_mul
+from leafkv.models.ops import buffers, embed, linear, rope_write_kv
 from leafkv.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -76,24 +76,21 @@ class LlamaModel:
         threads: dict[str, Any] = {"num_threads": batch.num_threads}
         product: dict[str, Any] = {"precision": self.precision, **threads}
         # Each is written anew by every layer.
-        x, normed, qkv, heads, attended, gate_up, gated = buffers(
-            (rows, c.hidden_size),
+        x, qkv, heads, attended, gate_up = buffers(
             (rows, c.hidden_size),
             (rows, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
             (rows, c.num_heads, c.head_dim),
             (rows, c.num_heads * c.head_dim),
             (rows, 2 * c.intermediate_size),
-            (rows, c.intermediate_size),
         )
         attended_heads = attended.reshape(heads.shape)
-        scale = c.head_dim**-0.5
+        scale, eps = c.head_dim**-0.5, c.rms_norm_eps
         cos, sin = self._rope.tables(batch.positions)
         embed(self._embedding, batch.token_ids, out=x, **threads)
         for index, layer in enumerate(self._layers):
             keys, values = cache.layer(index)
             scales = cache.scales(index)
-            rms_norm(x, layer.attention_norm, c.rms_norm_eps, out=normed, **threads)
-            linear(normed, layer.qkv, bias=layer.qkv_bias, out=qkv, **product)
+            linear(x, layer.qkv, norm=layer.attention_norm, eps=eps, bias=layer.qkv_bias, out=qkv, **product)
             rope_write_kv(
                 qkv,
                 cos,
@@ -104,7 +101,7 @@ class LlamaModel:
                 num_heads=c.num_heads,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                eps=None if layer.q_norm is None else c.rms_norm_eps,
+                eps=None if layer.q_norm is None else eps,
                 out=heads,
                 **scales,
                 **threads,
@@ -114,9 +111,6 @@ class LlamaModel:
             )
             linear(attended, layer.attention_out, bias=layer.attention_out_bias, out=x, add=True, **product)
 
-            rms_norm(x, layer.mlp_norm, c.rms_norm_eps, out=normed, **threads)
-            linear(normed, layer.gate_up, bias=layer.gate_up_bias, out=gate_up, **product)
-            silu_mul(gate_up, out=gated, **threads)
-            linear(gated, layer.down, bias=layer.down_bias, out=x, add=True, **product)
-        last = rms_norm(x[batch.logit_rows], self._norm, c.rms_norm_eps, **threads)
-        return linear(last, self._lm_head, **product)
+            linear(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, bias=layer.gate_up_bias, out=gate_up, **product)
+            linear(gate_up, layer.down, gated=True, bias=layer.down_bias, out=x, add=True, **product)
+        return linear(x[batch.logit_rows], self._lm_head, norm=self._norm, eps=eps, **product)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leafkv._core import Weight, embed, linear, rms_norm, rope_write_kv, silu_mul
+from leafkv._core import Weight, embed, linear, rope_write_kv
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,9 +20,7 @@ __all__ = [
     "buffers",
     "embed",
     "linear",
-    "rms_norm",
     "rope_write_kv",
-    "silu_mul",
 ]
 
 _LINE = 64

@@ -1,7 +1,7 @@
 //! Weights, and products with them, as Python sees them.
 
 use leafkv_core::Isa;
-use leafkv_core::ops::{self, LinearOptions, Precision, WeightKind};
+use leafkv_core::ops::{self, Input, LinearOptions, Precision, WeightKind};
 use pyo3::prelude::*;
 use pyo3::types::{PySequence, PyTuple};
 
@@ -117,11 +117,14 @@ fn parse_kind(name: &str) -> PyResult<WeightKind> {
 
 /// `x` times `weight` transposed: what a linear layer computes.
 #[pyfunction]
-#[pyo3(signature = (x, weight, *, bias = None, out = None, add = false, precision = "float32", num_threads = None))]
+#[pyo3(signature = (x, weight, *, norm = None, eps = None, gated = false, bias = None, out = None, add = false, precision = "float32", num_threads = None))]
 #[allow(clippy::too_many_arguments)] // Python's keyword arguments
 pub(crate) fn linear<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, Weight>,
+    norm: Option<&Bound<'py, PyAny>>,
+    eps: Option<f64>,
+    gated: bool,
     bias: Option<&Bound<'py, PyAny>>,
     out: Option<Bound<'py, PyAny>>,
     add: bool,
@@ -140,14 +143,32 @@ pub(crate) fn linear<'py>(
     let weight = &weight.get().weight;
     let x = View::new("x", x)?;
     let bias = bias.map(|bias| View::new("bias", bias)).transpose()?;
+    let norm = norm.map(|norm| View::new("norm", norm)).transpose()?;
+    let input = match (&norm, eps, gated) {
+        (None, None, false) => Input::Plain,
+        (None, None, true) => Input::Gated,
+        (Some(norm), Some(eps), false) => Input::Normed {
+            weight: norm.row()?,
+            eps: eps as f32,
+        },
+        (Some(_), Some(_), true) => {
+            return Err(invalid(
+                "gated",
+                "got True and a norm, expected one of them",
+            ));
+        }
+        _ => return Err(invalid("norm", "came without eps or eps without it")),
+    };
     let from = x.rows()?;
     let ([rows, _], [outputs, inputs]) = (from.shape(), weight.shape());
     if out.is_none() && add {
         return Err(invalid("add", "got True and no out to add to"));
     }
     let out = out.unwrap_or_else(|| empty(py, [rows, outputs]));
-    let mut to = View::new("out", &out)?.rows_mut(bias.iter().chain([&x]))?;
+    let read = bias.iter().chain(&norm).chain([&x]);
+    let mut to = View::new("out", &out)?.rows_mut(read)?;
     let options = LinearOptions {
+        input,
         bias: bias.as_ref().map(View::row).transpose()?,
         add,
         precision,

@@ -1,11 +1,15 @@
-//! Activations as the kernel reads them: on cache lines of their own, rounded, and filled up to whole blocks.
+//! Activations as the kernel reads them: normed or gated, rounded, on cache lines of their own, and filled up to whole
+//! blocks.
 
 use std::ops::Range;
 
-use super::linear::Precision;
+use super::Rows;
+use super::lanes::{self, Lanes, Sink, load};
+use super::linear::{Input, Precision};
+use super::norm::norm_row;
+use super::silu::silu_mul_row;
 use super::split::{self, Each};
 use super::weight::BLOCK;
-use super::{Rows, lanes};
 use crate::Result;
 use crate::buffer::{Buffer, LINE};
 use crate::simd::{Isa, Simd};
@@ -17,34 +21,42 @@ pub(super) struct Activations {
     stride: isize,
 }
 
+/// What becomes of rows before they are multiplied.
+pub(super) struct Preparation<'a> {
+    pub(super) input: Input<'a>,
+    /// Elements of a row then.
+    pub(super) columns: usize,
+    pub(super) precision: Precision,
+    /// Whether bfloat16 is stored as such.
+    pub(super) narrow: bool,
+    pub(super) threads: usize,
+}
+
 impl Activations {
-    /// The rows themselves where they will do, else a copy in `scratch`; as bfloat16 if `narrow`.
+    /// The rows themselves where they will do, else a copy in `scratch`.
     pub(super) fn new(
         isa: Isa,
         x: &Rows<'_>,
-        precision: Precision,
-        narrow: bool,
-        threads: usize,
+        preparation: &Preparation<'_>,
         scratch: &mut Buffer,
     ) -> Result<Self> {
-        let [rows, columns] = x.shape();
-        let (base, stride) = (x.start(), x.stride());
+        let Preparation { columns, input, .. } = *preparation;
+        let (base, stride, rows) = (x.start(), x.stride(), x.shape()[0]);
         let aligned = base.addr().is_multiple_of(LINE) && stride % LINE as isize == 0;
-        let whole = columns.is_multiple_of(BLOCK);
-        if precision == Precision::Float32 && whole && (aligned || rows == 1) {
+        let as_it_is = matches!(input, Input::Plain) && preparation.precision == Precision::Float32;
+        if as_it_is && columns.is_multiple_of(BLOCK) && (aligned || rows == 1) {
             return Ok(Self { base, stride });
         }
-        let words = columns.next_multiple_of(BLOCK) / if narrow { 2 } else { 1 };
+        let words = columns.next_multiple_of(BLOCK) / if preparation.narrow { 2 } else { 1 };
         // Whole cache lines a row: blocks of bfloat16 are just that.
         let to = scratch.floats(rows * words);
-        let copy = Rounded {
+        let copy = Prepared {
             x,
-            to: to.cast(),
+            to,
             words,
-            round: precision == Precision::Bfloat16,
-            narrow,
+            preparation,
         };
-        let threads = split::threads(x.shape(), Some(threads))?;
+        let threads = split::threads(x.shape(), Some(preparation.threads))?;
         split::run(isa, rows, threads, &copy)?;
         Ok(Self {
             base: to.cast_const().cast(),
@@ -60,36 +72,79 @@ impl Activations {
 }
 
 /// The copy, as it is made.
-struct Rounded<'a> {
+struct Prepared<'a> {
     x: &'a Rows<'a>,
-    to: *mut u32,
+    to: *mut f32,
     words: usize,
+    preparation: &'a Preparation<'a>,
+}
+
+// SAFETY: threads write distinct rows.
+unsafe impl Sync for Prepared<'_> {}
+
+impl Each for Prepared<'_> {
+    #[inline(always)]
+    unsafe fn rows<S: Simd>(&self, s: S, rows: Range<usize>) {
+        let n = self.preparation.columns;
+        for row in rows {
+            // SAFETY: the row is there, and room for all of it, which is whole vectors of any instruction set.
+            unsafe {
+                let x = self.x.row(row);
+                let out = Rounded {
+                    to: self.to.add(row * self.words),
+                    round: self.preparation.precision == Precision::Bfloat16,
+                    narrow: self.preparation.narrow,
+                };
+                match self.preparation.input {
+                    Input::Plain => lanes::each(s, n, &Copy { x, out }),
+                    Input::Normed { weight, eps } => norm_row(s, n, x, weight.row(0), eps, out),
+                    Input::Gated => silu_mul_row(s, n, x, out),
+                }
+                for i in (n.next_multiple_of(S::LANES)..n.next_multiple_of(BLOCK)).step_by(S::LANES)
+                {
+                    out.put(s, i, S::LANES, s.splat(0.0));
+                }
+            }
+        }
+    }
+}
+
+/// Elements as they are.
+struct Copy<O> {
+    x: *const f32,
+    out: O,
+}
+
+impl<O: Sink> Lanes for Copy<O> {
+    #[inline(always)]
+    unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.out
+                .put(s, i, lanes, load(s, self.x.add(i), lanes, 0.0))
+        };
+    }
+}
+
+/// A row of the copy: whole vectors, whatever lanes count.
+#[derive(Clone, Copy)]
+struct Rounded {
+    to: *mut f32,
     round: bool,
     narrow: bool,
 }
 
-// SAFETY: threads write distinct rows.
-unsafe impl Sync for Rounded<'_> {}
-
-impl Each for Rounded<'_> {
+impl Sink for Rounded {
     #[inline(always)]
-    unsafe fn rows<S: Simd>(&self, s: S, rows: Range<usize>) {
-        let [_, columns] = self.x.shape();
-        for row in rows {
-            // SAFETY: the row is there, and room for all of it, which is whole vectors of any instruction set.
-            unsafe {
-                let (from, to) = (self.x.row(row), self.to.add(row * self.words));
-                for i in (0..columns.next_multiple_of(BLOCK)).step_by(S::LANES) {
-                    let lanes = columns.saturating_sub(i).min(S::LANES);
-                    let a = lanes::load(s, from.wrapping_add(i), lanes, 0.0);
-                    if self.narrow {
-                        s.store_bf16(to, i, a);
-                    } else if self.round {
-                        s.store(to.add(i).cast(), s.round_bf16(a));
-                    } else {
-                        s.store(to.add(i).cast(), a);
-                    }
-                }
+    unsafe fn put<S: Simd>(self, s: S, i: usize, _: usize, a: S::F32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.narrow {
+                s.store_bf16(self.to.cast(), i, a);
+            } else if self.round {
+                s.store(self.to.add(i), s.round_bf16(a));
+            } else {
+                s.store(self.to.add(i), a);
             }
         }
     }

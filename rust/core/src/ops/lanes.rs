@@ -11,6 +11,23 @@ pub(super) trait Lanes {
     unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize);
 }
 
+/// Where vectors of a row go.
+pub(super) trait Sink: Copy {
+    /// `lanes` elements from `i` on; the others are zero, unless something made them infinite.
+    ///
+    /// # Safety
+    /// There is room for them.
+    unsafe fn put<S: Simd>(self, s: S, i: usize, lanes: usize, a: S::F32);
+}
+
+impl Sink for *mut f32 {
+    #[inline(always)]
+    unsafe fn put<S: Simd>(self, s: S, i: usize, lanes: usize, a: S::F32) {
+        // SAFETY: the caller's promise.
+        unsafe { store(s, self.add(i), lanes, a) };
+    }
+}
+
 /// Does `work` to all vectors of a row of `n` elements.
 ///
 /// # Safety

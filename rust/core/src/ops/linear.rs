@@ -13,7 +13,8 @@ use std::cell::RefCell;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::activations::Activations;
+use super::activations::{Activations, Preparation};
+use super::norm::expect_weight;
 use super::outputs::{Memory, Piece};
 use super::product::{self, Bfloat16, Float32};
 use super::weight::{Weight, WeightKind, WeightRows};
@@ -32,9 +33,28 @@ pub enum Precision {
     Bfloat16,
 }
 
+/// What is made of a row of activations before it is multiplied.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Input<'a> {
+    /// Nothing.
+    #[default]
+    Plain,
+    /// What [`rms_norm`](super::rms_norm) makes of it.
+    Normed {
+        /// One row.
+        weight: Rows<'a>,
+        /// Added to the mean of the squares.
+        eps: f32,
+    },
+    /// What [`silu_mul`](super::silu_mul) makes of it: the row is gate and up side by side.
+    Gated,
+}
+
 /// How [`linear`] multiplies, and what it adds.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearOptions<'a> {
+    /// What is multiplied.
+    pub input: Input<'a>,
     /// One row, added to each of the output.
     pub bias: Option<Rows<'a>>,
     /// Add to what the output holds.
@@ -81,13 +101,20 @@ pub(super) fn multiply(
 ) -> Result<()> {
     check(isa, x, weight, out, options)?;
     let threads = threads::resolve(options.num_threads)?;
-    let [rows, columns] = x.shape();
+    let (rows, columns) = (x.shape()[0], weight.shape()[1]);
     if rows == 0 {
         return Ok(());
     }
+    let preparation = Preparation {
+        input: options.input,
+        columns,
+        precision: options.precision,
+        narrow: dot,
+        threads,
+    };
     SCRATCH.with_borrow_mut(|scratch| {
         let call = Call {
-            x: Activations::new(isa, x, options.precision, dot, threads, scratch)?,
+            x: Activations::new(isa, x, &preparation, scratch)?,
             rows,
             columns,
             weight,
@@ -118,7 +145,14 @@ fn check(
     options: &LinearOptions<'_>,
 ) -> Result<()> {
     let ([rows, _], [outputs, inputs]) = (x.shape(), weight.shape());
-    x.expect("x", [rows, inputs])?;
+    match options.input {
+        Input::Plain => x.expect("x", [rows, inputs])?,
+        Input::Gated => x.expect("x", [rows, 2 * inputs])?,
+        Input::Normed { weight, .. } => {
+            x.expect("x", [rows, inputs])?;
+            expect_weight("norm", &weight, inputs)?;
+        }
+    }
     out.expect("out", [rows, outputs])?;
     if let Some(bias) = options.bias {
         bias.expect("bias", [1, outputs])?;

@@ -22,7 +22,7 @@ mod top;
 mod weight;
 
 pub use embed::embed;
-pub use linear::{LinearOptions, Precision, linear};
+pub use linear::{Input, LinearOptions, Precision, linear};
 pub use norm::rms_norm;
 pub use rope::{HeadNorms, Projected, rope_write_kv};
 pub use rows::{Rows, RowsMut};

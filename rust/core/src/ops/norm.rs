@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::lanes::{self, Lanes, load, store};
+use super::lanes::{self, Lanes, Sink, load};
 use super::split::{self, Each};
 use super::{Rows, RowsMut};
 use crate::simd::{Isa, Simd};
@@ -69,35 +69,54 @@ impl Each for Norm<'_> {
         for row in rows {
             // SAFETY: the row is there, by the caller's promise, and as long as the weight and the result.
             unsafe {
-                let x = self.x.row(row);
-                let scaled = Scaled {
-                    x,
-                    scale: scale(s, x, n, self.eps),
-                    weight: self.weight.row(0),
-                    out: self.out.row(row),
-                };
-                lanes::each(s, n, &scaled);
+                let (x, weight) = (self.x.row(row), self.weight.row(0));
+                norm_row(s, n, x, weight, self.eps, self.out.row(row));
             }
         }
     }
 }
 
+/// A row of `n` elements, normalised.
+///
+/// # Safety
+/// `x` and `weight` have so many, and there is room for them.
+#[inline(always)]
+pub(super) unsafe fn norm_row<S: Simd>(
+    s: S,
+    n: usize,
+    x: *const f32,
+    weight: *const f32,
+    eps: f32,
+    out: impl Sink,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let scaled = Scaled {
+            x,
+            scale: scale(s, x, n, eps),
+            weight,
+            out,
+        };
+        lanes::each(s, n, &scaled);
+    }
+}
+
 /// `x * scale * weight`.
-struct Scaled {
+struct Scaled<O> {
     x: *const f32,
     scale: f32,
     weight: *const f32,
-    out: *mut f32,
+    out: O,
 }
 
-impl Lanes for Scaled {
+impl<O: Sink> Lanes for Scaled<O> {
     #[inline(always)]
     unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             let x = s.mul(load(s, self.x.add(i), lanes, 0.0), s.splat(self.scale));
             let y = s.mul(x, load(s, self.weight.add(i), lanes, 0.0));
-            store(s, self.out.add(i), lanes, y);
+            self.out.put(s, i, lanes, y);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::lanes::{self, Lanes, load, store};
+use super::lanes::{self, Lanes, Sink, load};
 use super::split::{self, Each};
 use super::{Rows, RowsMut};
 use crate::simd::{Isa, Simd, exp};
@@ -48,29 +48,40 @@ impl Each for SiluMul<'_> {
         for row in rows {
             // SAFETY: the row is there, by the caller's promise: n elements of gate, of up and of the result.
             unsafe {
-                let (gate, out) = (self.gate_up.row(row), self.out.row(row));
-                let up = gate.add(n);
-                lanes::each(s, n, &Gated { gate, up, out });
+                silu_mul_row(s, n, self.gate_up.row(row), self.out.row(row));
             }
         }
     }
 }
 
-/// `silu(gate) * up`.
-struct Gated {
-    gate: *const f32,
-    up: *const f32,
-    out: *mut f32,
+/// `n` elements of gate and, behind them, as many of up.
+///
+/// # Safety
+/// They are there, and there is room for `n`.
+#[inline(always)]
+pub(super) unsafe fn silu_mul_row<S: Simd>(s: S, n: usize, gate: *const f32, out: impl Sink) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let up = gate.add(n);
+        lanes::each(s, n, &Gated { gate, up, out });
+    }
 }
 
-impl Lanes for Gated {
+/// `silu(gate) * up`.
+struct Gated<O> {
+    gate: *const f32,
+    up: *const f32,
+    out: O,
+}
+
+impl<O: Sink> Lanes for Gated<O> {
     #[inline(always)]
     unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize) {
         // SAFETY: the caller's promise.
         unsafe {
             let gate = load(s, self.gate.add(i), lanes, 0.0);
             let up = load(s, self.up.add(i), lanes, 0.0);
-            store(s, self.out.add(i), lanes, s.mul(silu(s, gate), up));
+            self.out.put(s, i, lanes, s.mul(silu(s, gate), up));
         }
     }
 }

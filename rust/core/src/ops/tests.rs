@@ -233,6 +233,7 @@ fn products_equal_the_oracle() {
                             add,
                             precision,
                             num_threads: Some(2),
+                            ..LinearOptions::default()
                         };
                         multiply(isa, &x.rows(), &weight, &mut out.rows_mut(), &options, dot)
                             .unwrap();
@@ -314,6 +315,48 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_threads_from_weights_anywhere() {
                         "{isa} {precision:?} {dot} {kind:?}: {rows} rows on {threads} threads"
                     );
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn normed_and_gated_rows_are_multiplied_as_those_of_the_operations_are() {
+    let mut random = Random(12);
+    for (isa, precision, dot) in ways() {
+        for columns in [1, 31, 32, 40, 77, 576] {
+            for rows in [1, 5] {
+                let kind = WeightKind::Bf16;
+                let stored = Stored::new(&mut random, kind, 9, columns);
+                let weight = Weight::new(columns, vec![stored.part()]).unwrap();
+                let product = |x: &Strided, input| {
+                    let mut out = vec![0.0; rows * 9];
+                    let options = LinearOptions {
+                        input,
+                        precision,
+                        ..LinearOptions::default()
+                    };
+                    let mut to = RowsMut::from_slice(&mut out, 9);
+                    multiply(isa, &x.rows(), &weight, &mut to, &options, dot).unwrap();
+                    out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                let case = format!("{isa} {precision:?} {dot} [{rows}, {columns}]");
+                let (norm, eps) = (random.floats(columns), 1e-5);
+                let norm = Rows::from_slice(&norm, columns);
+                let (x, mut out) = (random.floats(rows * columns), vec![0.0; rows * columns]);
+                let x = Strided::new(&x, columns, 5);
+                let mut to = RowsMut::from_slice(&mut out, columns);
+                rms_norm(isa, &x.rows(), &norm, eps, &mut to, None).unwrap();
+                let input = Input::Normed { weight: norm, eps };
+                let apart = product(&Strided::new(&out, columns, 0), Input::Plain);
+                assert_eq!(product(&x, input), apart, "normed, {case}");
+
+                let x = random.floats(2 * rows * columns);
+                let x = Strided::new(&x, 2 * columns, 7);
+                let mut to = RowsMut::from_slice(&mut out, columns);
+                silu_mul(isa, &x.rows(), &mut to, None).unwrap();
+                let apart = product(&Strided::new(&out, columns, 0), Input::Plain);
+                assert_eq!(product(&x, Input::Gated), apart, "gated, {case}");
             }
         }
     }
