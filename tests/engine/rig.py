@@ -30,10 +30,13 @@ class Rig:
         self.manager = self.llm.manager
         self.results: dict[str, RequestOutput] = {}
         self.work: list[tuple[Request, int]] = []
+        self.known: dict[Request, int] = {}
+        """The work of the last step, and how many tokens it had known."""
         schedule = self.scheduler.schedule
 
         def recorded() -> list[tuple[Request, int]]:
             self.work = schedule()
+            self.known = {request: len(request.tokens) for request, _ in self.work}
             return self.work
 
         self.scheduler.schedule = recorded  # type: ignore[method-assign]
@@ -103,3 +106,7 @@ class Rig:
         assert len({request for request, _ in self.work}) == len(self.work) <= self.scheduler.max_num_seqs
         if preempted:
             assert not waiting.intersection(request for request, _ in self.work), "admitted while preempting"
+        for request, known in self.known.items():
+            if request in waiting and request.status is Status.RUNNING and len(request.tokens) == known:
+                lacking = -(-known // self.manager.block_size) - len(self.manager.block_table(request.number))
+                assert lacking <= self.manager.allocatable_blocks, "admitted without room for its known tokens"

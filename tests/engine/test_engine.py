@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +178,39 @@ def test_an_interrupt_takes_the_step_back() -> None:
     for request, token in ((old, 1), (new, 2)):
         assert results[request.request_id].outputs[0].token_ids == reference([token] * 6, 10, ignore_eos=True)
         assert request.num_cached_tokens == 0, "what a request finds of its own again is no prefix hit"
+
+
+@pytest.mark.parametrize("where", ["copies", "copy_blocks", "before_forward", "after_forward"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_around_its_copies(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a hit inside a block copies is owed, or made and lost: the block that it is copied from stays as it was."""
+    cached = list(range(16))
+    prompts = [[*cached[:n], 60, 60] for n in (14, 13, 7)]
+    model = ToyModel()
+    rig = Rig(model, num_blocks=16, partial_hits=True)
+    rig.add(cached, greedy(1))
+    rig.run()
+    requests = [rig.add(prompt, greedy(5, ignore_eos=True)) for prompt in prompts]
+    with monkeypatch.context() as patch:
+        if where == "copies":
+            patch.setattr(rig.engine, "manager", SimpleNamespace(copies=lambda: fail(error())(None)))
+        else:
+            patch.setattr(rig.engine.cache if where == "copy_blocks" else model, where, fail(error()))
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            rig.engine.step()
+    rig.check()
+    assert [request.num_cached_tokens for request in requests] == [14, 13, 7]
+    if error is RuntimeError:
+        assert not rig.scheduler.running
+        requests = [rig.add(prompt, greedy(5, ignore_eos=True)) for prompt in prompts]
+    again = rig.add(cached, greedy(5, ignore_eos=True))
+    results = rig.run()
+    for request in (*requests, again):
+        expected = reference(request.prompt_token_ids, 5, ignore_eos=True)
+        assert results[request.request_id].outputs[0].token_ids == expected
+    assert again.num_cached_tokens == 15
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -106,6 +106,7 @@ class Scheduler:
         for request in tuple(self.waiting):
             if budget == 0 or len(self.running) == self.max_num_seqs:
                 return
+            allocatable = self.manager.allocatable_blocks
             answer = self.manager.begin(request.number, request.tokens)
             if isinstance(answer, WaitFor):
                 # Budget is left, so the leader's whole prompt is in this step: asking again in the next one is soon
@@ -114,8 +115,10 @@ class Scheduler:
             request.num_computed_tokens = answer.cached_tokens
             n = min(request.num_uncomputed_tokens, budget)
             # Nor do the running ones lack blocks: each has slots for all its known tokens. This one's prefix hit is
-            # held from `begin` on, and so not among the allocatable blocks.
-            fits = self._blocks_lacking(request) <= self.manager.allocatable_blocks
+            # held from `begin` on, and so not among the allocatable blocks: where that changes nothing, others have
+            # all of it, and keep it.
+            shared = allocatable == self.manager.allocatable_blocks
+            fits = self._blocks_lacking(request, shared=shared) <= self.manager.allocatable_blocks
             if not fits or not self._grow(request, n):
                 self._release(request)
                 return
@@ -143,9 +146,15 @@ class Scheduler:
         self.manager.release(request.number)
         request.num_computed_tokens = 0
 
-    def _blocks_lacking(self, request: Request) -> int:
-        """Blocks that a request which holds its prefix hit alone must still be given for its known tokens."""
-        return self._blocks(len(request.tokens)) - self._blocks(request.num_computed_tokens)
+    def _blocks_lacking(self, request: Request, *, shared: bool) -> int:
+        """Blocks that a request which holds its prefix hit alone must still be given for its known tokens.
+
+        A block that is hit in part is copied. If nobody else has it, it is given back for the copy, or itself becomes
+        the copy where that is the last block; if the hit is ``shared``, the copy takes a block of its own.
+        """
+        whole, rest = divmod(request.num_computed_tokens, self.manager.block_size)
+        given_back = rest > 0 and not shared
+        return self._blocks(len(request.tokens)) - whole - given_back
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.manager.block_size)
