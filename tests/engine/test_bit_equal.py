@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "by token": {"max_num_batched_tokens": 8, "num_threads": 2},
     "in chunks": {"max_num_batched_tokens": 17, "num_threads": 1},
     "preempted": {"num_blocks": 9, "num_threads": 2},
-    "in blocks of 3": {"num_blocks": 300, "block_size": 3, "partial_hits": True},
+    "in blocks of 3": {"num_blocks": 300, "block_size": 3},
 }
 
 

@@ -320,7 +320,7 @@ def test_counters_and_metrics() -> None:
     rig.add(list(range(20)), greedy(1))
     rig.run()
     stats = rig.engine.stats()
-    assert (stats.computed_prompt_tokens, stats.cached_prompt_tokens) == (24, 16)
+    assert (stats.computed_prompt_tokens, stats.cached_prompt_tokens) == (21, 19)
     times = request.metrics
     assert (
         times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time  # type: ignore[operator]

@@ -45,7 +45,7 @@ def test_text_of_a_real_model(loaded: LoadedModel) -> None:
     prompts = [prompt, [*prompt, *answer[:6], 30], [*prompt, *answer[:2], 28]]
     expected = answers(LLM(loaded, enable_prefix_caching=False, **options), prompts, 8)
     assert expected[0] == answer[:8], "far from what float32 gives"
-    llm = LLM(loaded, partial_hits=True, **options)
+    llm = LLM(loaded, **options)
     for _ in range(2):
         assert answers(llm, prompts, 8) == expected
     assert llm.manager.stats().partial_hit_tokens > 0

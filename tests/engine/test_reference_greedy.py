@@ -26,15 +26,14 @@ def drained(llm: LLM) -> bool:
     return stats.held_blocks == 0 and stats.free_blocks + stats.cached_blocks == stats.num_blocks
 
 
-def check(llm: LLM, expect_cached: bool = False, partial_hits: bool = False) -> None:
+def check(llm: LLM, cached_in: int | None = None) -> None:
+    """``cached_in``: the prefix cache has all of the prompts, and finds it in multiples of so many tokens."""
     outputs = llm.generate(PROMPTS, GREEDY)
     for item, output in zip(ITEMS, outputs, strict=True):
-        size, length = llm.manager.block_size, len(item["prompt_ids"])
         assert output.prompt_token_ids == item["prompt_ids"]
         assert output.outputs[0].token_ids == item["generated_ids"], item["prompt"]
-        if expect_cached:
-            whole_blocks = (length - 1) // size * size
-            assert output.num_cached_tokens == (length - 1 if partial_hits else whole_blocks)
+        if cached_in is not None:
+            assert output.num_cached_tokens == (len(item["prompt_ids"]) - 1) // cached_in * cached_in
     assert drained(llm)
 
 
@@ -53,13 +52,13 @@ def test_tokens_equal_the_reference(loaded: LoadedModel, options: dict[str, Any]
 def test_all_together_and_a_second_pass_from_the_prefix_cache(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, max_num_batched_tokens=512, **ONE_THREAD)
     check(llm)
-    check(llm, expect_cached=True)
+    check(llm, cached_in=1)
 
 
-def test_hits_that_end_inside_a_block(loaded: LoadedModel) -> None:
-    llm = LLM(loaded, num_blocks=64, partial_hits=True, **ONE_THREAD)
+def test_hits_of_whole_blocks(loaded: LoadedModel) -> None:
+    llm = LLM(loaded, num_blocks=64, partial_hits=False, **ONE_THREAD)
     check(llm)
-    check(llm, expect_cached=True, partial_hits=True)
+    check(llm, cached_in=llm.manager.block_size)
 
 
 def test_a_pool_too_small_preempts_and_changes_nothing(loaded: LoadedModel) -> None:

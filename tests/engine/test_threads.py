@@ -26,6 +26,7 @@ def test_every_thread_gets_its_own_answers(seed: int) -> None:
         max_num_batched_tokens=rng.choice((1, 2, block_size, block_size + 1, 3 * block_size + 5)),
         max_num_seqs=rng.choice((1, 2, 256)),
         enable_prefix_caching=rng.random() < 0.8,
+        partial_hits=rng.random() < 0.8,
     )
     shared = [rng.randrange(3) for _ in range(capacity)]
     failures: list[BaseException] = []

@@ -44,7 +44,9 @@ class LLM:
         max_num_seqs: requests that run at the same time at most; more wait.
         max_model_len: tokens of a prompt and its answer at most; None for what the model was made for.
         enable_prefix_caching: whether prompts find the KV of prefixes computed before.
-        partial_hits: whether they find it inside of blocks, too; what they share of a block is copied.
+        partial_hits: whether they find it inside of blocks, too; what they share of a block is copied. On by default:
+            to copy a block of 16 tokens takes less time than to compute one, and with whole blocks alone a prompt that
+            is all cached still computes up to ``block_size`` tokens, not one.
         dtype: of the arithmetic. "float32", which "auto" is too: weights stay as the file has them, floats or
             quantized, and are widened exactly when they are used. "bfloat16": weights and activations are bfloat16.
             Of a loaded model "auto" is what it was loaded with.
@@ -69,7 +71,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
-        partial_hits: bool = False,
+        partial_hits: bool = True,
         dtype: str = "auto",
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
