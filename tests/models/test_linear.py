@@ -101,7 +101,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_does_not_fit_is_refused_and_nothing_written(problem: str, options: dict[str, Any]) -> None:
     if options.get("out") is ...:
         options = options | {"out": options["x"].reshape(-1)[: ROWS * OUTPUTS].reshape(ROWS, OUTPUTS)}
-    arguments = {"x": X, "weight": Weight([("float32", MATRIX)]), "out": OUT} | options
+    arguments: dict[str, Any] = {"x": X, "weight": Weight([("float32", MATRIX)]), "out": OUT} | options
     with pytest.raises(InvalidInputError, match=problem):
         linear(**arguments)
     assert (OUT == 7).all()

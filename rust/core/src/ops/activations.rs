@@ -120,9 +120,9 @@ impl<O: Sink> Lanes for Copy<O> {
     unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize) {
         // SAFETY: the caller's promise.
         unsafe {
-            self.out
-                .put(s, i, lanes, load(s, self.x.add(i), lanes, 0.0))
-        };
+            let x = load(s, self.x.add(i), lanes, 0.0);
+            self.out.put(s, i, lanes, x);
+        }
     }
 }
 
