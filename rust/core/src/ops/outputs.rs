@@ -1,10 +1,12 @@
 //! The kernel: outputs of a piece of work, M x N of them at once.
 //!
 //! M rows of activations and N rows of weights are read side by side, a vector of each at a time, into M x N vectors of
-//! sums: enough of them to hide the latency of an FMA, and as many as a few shuffles turn into a vector of outputs.
+//! sums: enough of them to hide the latency of an FMA, and as many as a few shuffles turn into a vector of outputs. Rows of
+//! many columns are read part by part, so that the activations stay in the first-level cache; sums are kept meanwhile.
 #![allow(clippy::needless_range_loop)] // indices name rows and sums of several arrays at once
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::RowsMut;
 use super::activations::Activations;
@@ -17,6 +19,8 @@ use crate::simd::{Kernel, MAX_LANES, Simd};
 
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
 const NEAR: usize = 20 << 10;
+/// Rows of activations that are at least to be that near, for a part of their columns if need be.
+const GROUP: usize = 8;
 /// Blocks whose scales are widened before their products begin.
 const RUN: usize = 16;
 /// Parts of a block, at most.
@@ -65,17 +69,20 @@ impl Piece<'_> {
     pub(super) fn compute<S: Simd, P: Product>(self, s: S, scratch: &mut Buffer) {
         let aligned = |bytes: usize| bytes.is_multiple_of(LINE);
         let plain = P::PLAIN && aligned(self.weights.addr()) && aligned(self.stride);
-        let once = self.rows <= 2 || self.rows == most_rows::<S>();
-        if self.columns.is_multiple_of(BLOCK) && (plain || once) {
+        let few = self.rows <= P::TILES * most_rows::<S>();
+        let stride = self.columns.div_ceil(BLOCK) * P::Plain::BYTES;
+        let kept = GROUP * self.outputs * S::LANES;
+        if self.columns.is_multiple_of(BLOCK) && (plain || few) {
             return s.vectorize(Outputs::<P> {
                 weights: self.weights,
                 stride: self.stride,
+                sums: scratch.floats(kept),
                 piece: self,
                 product: PhantomData,
             });
         }
-        let stride = self.columns.div_ceil(BLOCK) * P::Plain::BYTES;
-        let to: *mut u8 = scratch.floats(self.outputs * stride / 4).cast();
+        let sums = scratch.floats(kept + self.outputs * stride / 4);
+        let to: *mut u8 = sums.wrapping_add(kept).cast();
         s.vectorize(Widen::<P> {
             piece: self,
             to,
@@ -85,6 +92,7 @@ impl Piece<'_> {
         s.vectorize(Outputs::<P::Plain> {
             weights: to,
             stride,
+            sums,
             piece: self,
             product: PhantomData,
         });
@@ -136,24 +144,42 @@ struct Outputs<'a, P> {
     piece: Piece<'a>,
     weights: *const u8,
     stride: usize,
+    /// Room for vectors of sums, of `GROUP` rows by all outputs.
+    sums: *mut f32,
     product: PhantomData<P>,
+}
+
+/// Some rows of activations, and some of their columns, in blocks.
+struct Section {
+    rows: Range<usize>,
+    blocks: Range<usize>,
 }
 
 impl<P: Product> Kernel for Outputs<'_, P> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let rows = self.piece.rows;
-        let group = (NEAR / (self.blocks() * P::X_BYTES)).max(1);
-        let group = group.next_multiple_of(most_rows::<S>());
+        let (rows, blocks, near) = (self.piece.rows, self.blocks(), NEAR / P::X_BYTES);
+        let (group, part) = if blocks * rows.min(GROUP) <= near {
+            let group = (near / blocks).next_multiple_of(most_rows::<S>());
+            (group, blocks)
+        } else {
+            let parts = blocks.div_ceil(near / GROUP);
+            (GROUP, blocks.div_ceil(parts))
+        };
         let mut ahead = Ahead::new(self.piece.ahead, self.steps::<S>());
         for first in (0..rows).step_by(group) {
-            let end = rows.min(first + group);
-            // SAFETY: rows up to `end` are the piece's.
-            unsafe {
-                match S::REGISTERS {
-                    32 => self.group::<S, 4, 4, 8>(s, first, end, &mut ahead),
-                    _ => self.group::<S, 2, 4, 4>(s, first, end, &mut ahead),
+            for block in (0..blocks).step_by(part) {
+                let section = Section {
+                    rows: first..rows.min(first + group),
+                    blocks: block..blocks.min(block + part),
+                };
+                // SAFETY: the rows are the piece's, and no more than `GROUP` where `sums` are needed.
+                unsafe {
+                    match S::REGISTERS {
+                        32 => self.section::<S, 4, 4, 8>(s, &section, &mut ahead),
+                        _ => self.section::<S, 2, 4, 4>(s, &section, &mut ahead),
+                    }
                 }
             }
         }
@@ -173,31 +199,31 @@ impl<P: Product> Outputs<'_, P> {
         tiles * self.blocks() * if P::SCALED { n } else { P::parts::<S>() }
     }
 
-    /// Rows `first..end` of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
+    /// Rows of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
     ///
     /// # Safety
-    /// The rows are the piece's.
+    /// The rows and blocks are the piece's; there is room for sums if the blocks are not all.
     #[inline(always)]
-    unsafe fn group<S: Simd, const M: usize, const N: usize, const N2: usize>(
+    unsafe fn section<S: Simd, const M: usize, const N: usize, const N2: usize>(
         &self,
         s: S,
-        first: usize,
-        end: usize,
+        section: &Section,
         ahead: &mut Ahead,
     ) {
+        let Range { start: first, end } = section.rows;
         let twos = first + (end - first) / M * M;
         let one = twos + (end - twos) / 2 * 2;
         // SAFETY: the caller's promise.
         unsafe {
-            self.pass::<S, M, N>(s, first, twos, ahead);
+            self.pass::<S, M, N>(s, first..twos, section, ahead);
             if M > 2 {
-                self.pass::<S, 2, N2>(s, twos, one, ahead);
+                self.pass::<S, 2, N2>(s, twos..one, section, ahead);
             }
-            self.pass::<S, 1, 8>(s, one, end, ahead);
+            self.pass::<S, 1, 8>(s, one..end, section, ahead);
         }
     }
 
-    /// All weights, by rows `first..end` of activations, a multiple of M.
+    /// All weights, by some of the rows, a multiple of M.
     ///
     /// # Safety
     /// As above.
@@ -205,11 +231,11 @@ impl<P: Product> Outputs<'_, P> {
     unsafe fn pass<S: Simd, const M: usize, const N: usize>(
         &self,
         s: S,
-        first: usize,
-        end: usize,
+        rows: Range<usize>,
+        section: &Section,
         ahead: &mut Ahead,
     ) {
-        if first == end {
+        if rows.is_empty() {
             return;
         }
         let outputs = self.piece.outputs;
@@ -217,19 +243,19 @@ impl<P: Product> Outputs<'_, P> {
         // SAFETY: as above; outputs are the piece's.
         unsafe {
             for n in (0..whole).step_by(N) {
-                for row in (first..end).step_by(M) {
-                    self.tile::<S, M, N>(s, row, n, ahead);
+                for row in rows.clone().step_by(M) {
+                    self.tile::<S, M, N>(s, row, n, section, ahead);
                 }
             }
             for n in whole..outputs {
-                for row in (first..end).step_by(M) {
-                    self.tile::<S, M, 1>(s, row, n, ahead);
+                for row in rows.clone().step_by(M) {
+                    self.tile::<S, M, 1>(s, row, n, section, ahead);
                 }
             }
         }
     }
 
-    /// M x N outputs from `row` and `n` on.
+    /// M x N outputs from `row` and `n` on, or sums on the way to them.
     ///
     /// # Safety
     /// As above.
@@ -239,12 +265,34 @@ impl<P: Product> Outputs<'_, P> {
         s: S,
         row: usize,
         n: usize,
+        section: &Section,
         ahead: &mut Ahead,
     ) {
         let piece = &self.piece;
+        let kept = |m: usize| {
+            let first = (row + m - section.rows.start) * piece.outputs + n;
+            self.sums.wrapping_add(first * S::LANES)
+        };
         // SAFETY: as above; sums are as many floats as `values` has.
         unsafe {
-            let sums = self.products::<S, M, N>(s, row, n, ahead);
+            let mut sums = [[s.splat(0.0); N]; M];
+            if section.blocks.start > 0 {
+                for m in 0..M {
+                    for i in 0..N {
+                        sums[m][i] = s.load(kept(m).add(i * S::LANES));
+                    }
+                }
+            }
+            let blocks = section.blocks.clone();
+            let sums = self.products::<S, M, N>(s, row, n, blocks, sums, ahead);
+            if section.blocks.end < self.blocks() {
+                for m in 0..M {
+                    for i in 0..N {
+                        s.store(kept(m).add(i * S::LANES), sums[m][i]);
+                    }
+                }
+                return;
+            }
             let mut values = [[0.0_f32; N]; M];
             let floats: *mut f32 = values.as_mut_ptr().cast();
             for done in (0..M * N).step_by(S::LANES) {
@@ -281,7 +329,7 @@ impl<P: Product> Outputs<'_, P> {
         }
     }
 
-    /// Vectors of sums of products.
+    /// Vectors of sums, and the products of some blocks.
     ///
     /// # Safety
     /// As above.
@@ -291,6 +339,8 @@ impl<P: Product> Outputs<'_, P> {
         s: S,
         row: usize,
         n: usize,
+        blocks: Range<usize>,
+        mut sums: [[S::F32; N]; M],
         ahead: &mut Ahead,
     ) -> [[S::F32; N]; M] {
         let (mut x, mut w) = ([self.weights; M], [self.weights; N]);
@@ -300,11 +350,10 @@ impl<P: Product> Outputs<'_, P> {
         for i in 0..N {
             w[i] = self.weights.wrapping_add((n + i) * self.stride);
         }
-        let mut sums = [[s.splat(0.0); N]; M];
         let mut scales = [[[0.0; 2]; RUN]; N];
-        let blocks = self.blocks();
-        for first in (0..blocks).step_by(RUN) {
-            let run = RUN.min(blocks - first);
+        let Range { start, end } = blocks;
+        for first in (start..end).step_by(RUN) {
+            let run = RUN.min(end - first);
             // SAFETY: as above; all rows have so many blocks.
             unsafe {
                 // Through memory on purpose: from there, loads broadcast them without the shuffle unit.

@@ -15,6 +15,12 @@ pub(super) trait Product {
     const PLAIN: bool;
     /// Whether a block has a scale.
     const SCALED: bool = false;
+    /// Tiles of activations that read weights as they are faster than these are made plain first.
+    const TILES: usize = match (Self::PLAIN, Self::SCALED) {
+        (true, _) => 8,
+        (_, false) => 4,
+        _ => 2,
+    };
     /// Bytes of a block of weights.
     const BYTES: usize;
     /// And of activations.
