@@ -66,7 +66,8 @@ bench-attention: $(VENV)/.bench
 bench-serving: $(VENV)/.bench
 	mkdir -p target
 	$(PYTHON_PEERS) -m benches.compare_serving --cache $(SERVING_CACHE) --rounds $(ROUNDS) --json target/serving.json
-	$(BIN)/python -m benches.report_serving target/serving.json
+	$(PYTHON_PEERS) -m benches.profile_step --cache $(SERVING_CACHE) --out target/profile.md
+	$(BIN)/python -m benches.report_serving target/serving.json --profile target/profile.md
 
 ## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev

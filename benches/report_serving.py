@@ -1,6 +1,6 @@
 """Turn the results of compare_serving into a dated record.
 
-    python -m benches.report_serving target/serving.json
+    python -m benches.report_serving target/serving.json --profile target/profile.md
 
 writes benches/records/YYYY-MM-DD-serving.md.
 """
@@ -45,7 +45,7 @@ def summary(results: list[Result]) -> list[str]:
     return [*lines, ""]
 
 
-def record(results: list[Result], title: str, notes: str, commands: list[str]) -> str:
+def record(results: list[Result], title: str, notes: str, profile: str, commands: list[str]) -> str:
     """The whole file, named ``title``."""
     versions = dict.fromkeys(result.version for result in results if result.version)
     git = version("git", "-C", str(HERE), "describe", "--always", "--dirty")
@@ -67,6 +67,7 @@ def record(results: list[Result], title: str, notes: str, commands: list[str]) -
         "LeafKV's, up to where an answer parts from its.",
         "",
         table(results),
+        *(["## Where the time of a decode step goes", "", profile, ""] if profile else []),
         "## Commands",
         "",
         "```sh",
@@ -82,17 +83,17 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the JSON of compare_serving")
     parser.add_argument("--date", type=date.fromisoformat, default=date.today(), help="of the measurement")  # noqa: DTZ011
     parser.add_argument("--notes", type=Path, help="a Markdown file to put at the beginning")
+    parser.add_argument("--profile", type=Path, help="the Markdown of profile_step")
     parser.add_argument("--command", action="append", help="that measured; make bench-serving if none is given")
     parser.add_argument("--out", type=Path, default=HERE / "records", help="the folder for the file")
     arguments = parser.parse_args()
     title = f"{arguments.date.isoformat()}-serving"
-    notes = arguments.notes.read_text().strip() if arguments.notes else ""
+    notes, profile = (path.read_text().strip() if path else "" for path in (arguments.notes, arguments.profile))
     results = [Result(**result) for result in json.loads(arguments.results.read_text())]
+    commands = arguments.command or ["make bench-serving PYTHON_PEERS=peers/bin/python"]
     arguments.out.mkdir(exist_ok=True)
     out = arguments.out / f"{title}.md"
-    out.write_text(
-        record(results, title, notes, arguments.command or ["make bench-serving PYTHON_PEERS=peers/bin/python"])
-    )
+    out.write_text(record(results, title, notes, profile, commands))
     print(out)
 
 

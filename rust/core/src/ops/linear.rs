@@ -69,8 +69,10 @@ pub struct LinearOptions<'a> {
 const ROW_BYTES: usize = 512 << 10;
 /// Rows of activations in a piece of work that are worth reading weights for.
 const LEAST_ROWS: usize = 96;
-/// Weight rows in a piece of work, a multiple of what the kernel takes at once.
+/// Weight rows in a piece of work, at most: a multiple of what the kernel takes at once.
 const WEIGHT_BLOCK: usize = 32;
+/// Bytes that they are as floats: the second-level cache holds those of a piece and of the next one, and activations.
+const WEIGHT_BYTES: usize = 128 << 10;
 
 /// Products that are shared with threads that are awake, and wake none.
 const SLEEPY_WORK: usize = 1 << 20;
@@ -122,6 +124,7 @@ pub(super) fn multiply(
             options,
             dot,
             row_block: row_block(rows, columns),
+            weight_block: (WEIGHT_BYTES / (4 * columns) / 8 * 8).clamp(8, WEIGHT_BLOCK),
             next: AtomicUsize::new(0),
             threads,
         };
@@ -183,8 +186,9 @@ struct Call<'a> {
     options: &'a LinearOptions<'a>,
     /// Whether bfloat16 is multiplied as such.
     dot: bool,
-    /// Rows of activations in a piece of work.
+    /// Rows of activations and of weights in a piece of work.
     row_block: usize,
+    weight_block: usize,
     /// The first piece that nobody has claimed.
     next: AtomicUsize,
     threads: usize,
@@ -203,7 +207,9 @@ impl Call<'_> {
     /// Pieces for one block of rows.
     fn pieces(&self) -> usize {
         let parts = self.weight.parts.iter();
-        parts.map(|part| part.rows.div_ceil(WEIGHT_BLOCK)).sum()
+        parts
+            .map(|part| part.rows.div_ceil(self.weight_block))
+            .sum()
     }
 
     /// All pieces.
@@ -227,9 +233,9 @@ impl Call<'_> {
     fn place(&self, index: usize) -> (&WeightRows<'_>, usize, usize) {
         let (mut n, mut column) = (index % self.pieces(), 0);
         for part in &self.weight.parts {
-            let pieces = part.rows.div_ceil(WEIGHT_BLOCK);
+            let pieces = part.rows.div_ceil(self.weight_block);
             if n < pieces {
-                return (part, column, n * WEIGHT_BLOCK);
+                return (part, column, n * self.weight_block);
             }
             n -= pieces;
             column += part.rows;
@@ -246,7 +252,7 @@ impl Call<'_> {
         let stride = self.weight.stride(part);
         Memory {
             start: part.base.wrapping_add(first * stride),
-            bytes: WEIGHT_BLOCK.min(part.rows - first) * stride,
+            bytes: self.weight_block.min(part.rows - first) * stride,
         }
     }
 
@@ -258,7 +264,7 @@ impl Call<'_> {
             rows: self.row_block.min(self.rows - row),
             weights: self.memory(index).start,
             stride: self.weight.stride(part),
-            outputs: WEIGHT_BLOCK.min(part.rows - first),
+            outputs: self.weight_block.min(part.rows - first),
             kind: part.kind,
             columns: self.columns,
             out: self.out,
