@@ -21,7 +21,7 @@ use crate::simd::{Kernel, MAX_LANES, Simd};
 const NEAR: usize = 20 << 10;
 /// Rows of activations that are at least to be that near, for a part of their columns if need be.
 const GROUP: usize = 8;
-/// Blocks whose scales are widened before their products begin.
+/// Blocks whose scales are widened before their products begin, at most.
 const RUN: usize = 16;
 /// Parts of a block, at most.
 const MOST_PARTS: usize = BLOCK / 4;
@@ -112,6 +112,16 @@ const fn most_outputs<S: Simd>(rows: usize) -> usize {
     }
 }
 
+/// Blocks that are done in one go: some 256 bytes, if there is nothing but products to do.
+const fn run<P: Product>() -> usize {
+    if P::PLAIN { 256 / P::BYTES } else { RUN }
+}
+
+/// Whether memory is asked for between two runs: a single row of activations and plain weights leave no time in them.
+const fn between_runs<P: Product>(m: usize) -> bool {
+    P::PLAIN && m == 1
+}
+
 /// Weights made plain: widened, or moved to cache lines of their own, and filled up with zeros to whole blocks.
 struct Widen<'a, P> {
     piece: Piece<'a>,
@@ -196,7 +206,12 @@ impl<P: Product> Outputs<'_, P> {
         let Piece { rows, outputs, .. } = self.piece;
         let (m, n) = (most_rows::<S>(), most_outputs::<S>(rows));
         let tiles = (rows / m).max(1) * (outputs / n).max(1);
-        tiles * self.blocks() * if P::SCALED { n } else { P::parts::<S>() }
+        tiles
+            * match between_runs::<P>(m) {
+                true => self.blocks().div_ceil(run::<P>()),
+                false if P::SCALED => self.blocks() * n,
+                false => self.blocks() * P::parts::<S>(),
+            }
     }
 
     /// Rows of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
@@ -352,8 +367,11 @@ impl<P: Product> Outputs<'_, P> {
         }
         let mut scales = [[[0.0; 2]; RUN]; N];
         let Range { start, end } = blocks;
-        for first in (start..end).step_by(RUN) {
-            let run = RUN.min(end - first);
+        for first in (start..end).step_by(run::<P>()) {
+            let run = run::<P>().min(end - first);
+            if between_runs::<P>(M) {
+                ahead.step(s);
+            }
             // SAFETY: as above; all rows have so many blocks.
             unsafe {
                 // Through memory on purpose: from there, loads broadcast them without the shuffle unit.
@@ -378,7 +396,7 @@ impl<P: Product> Outputs<'_, P> {
                         (P::parts::<S>(), 1)
                     };
                     for j in 0..outer {
-                        if !P::SCALED {
+                        if !P::SCALED && !between_runs::<P>(M) {
                             ahead.step(s);
                         }
                         for i in 0..N {
@@ -402,7 +420,7 @@ impl<P: Product> Outputs<'_, P> {
     }
 }
 
-/// Memory to bring near in step with the kernel: a line now and then is free, several at once are not.
+/// Memory to bring near in step with the kernel: beside many products a line now and then is free, several at once are not.
 struct Ahead {
     next: *const u8,
     end: *const u8,
