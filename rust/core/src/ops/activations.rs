@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::Rows;
 use super::lanes::{self, Lanes, Sink, load};
-use super::linear::{Input, Precision};
+use super::linear::{Input, LinearOptions, Precision};
 use super::norm::norm_row;
 use super::silu::silu_mul_row;
 use super::split::{self, Each};
@@ -21,42 +21,37 @@ pub(super) struct Activations {
     stride: isize,
 }
 
-/// What becomes of rows before they are multiplied.
-pub(super) struct Preparation<'a> {
-    pub(super) input: Input<'a>,
-    /// Elements of a row then.
-    pub(super) columns: usize,
-    pub(super) precision: Precision,
-    /// Whether bfloat16 is stored as such.
-    pub(super) narrow: bool,
-    pub(super) threads: usize,
-}
-
 impl Activations {
-    /// The rows themselves where they will do, else a copy in `scratch`.
+    /// What is multiplied, `columns` elements a row: the rows themselves where they will do, else a copy in `scratch`, as
+    /// bfloat16 if `narrow`.
     pub(super) fn new(
         isa: Isa,
         x: &Rows<'_>,
-        preparation: &Preparation<'_>,
+        columns: usize,
+        options: &LinearOptions<'_>,
+        narrow: bool,
         scratch: &mut Buffer,
     ) -> Result<Self> {
-        let Preparation { columns, input, .. } = *preparation;
         let (base, stride, rows) = (x.start(), x.stride(), x.shape()[0]);
         let aligned = base.addr().is_multiple_of(LINE) && stride % LINE as isize == 0;
-        let as_it_is = matches!(input, Input::Plain) && preparation.precision == Precision::Float32;
+        let as_it_is =
+            matches!(options.input, Input::Plain) && options.precision == Precision::Float32;
         if as_it_is && columns.is_multiple_of(BLOCK) && (aligned || rows == 1) {
             return Ok(Self { base, stride });
         }
-        let words = columns.next_multiple_of(BLOCK) / if preparation.narrow { 2 } else { 1 };
+        let words = columns.next_multiple_of(BLOCK) / if narrow { 2 } else { 1 };
         // Whole cache lines a row: blocks of bfloat16 are just that.
         let to = scratch.floats(rows * words);
         let copy = Prepared {
             x,
             to,
             words,
-            preparation,
+            columns,
+            input: options.input,
+            round: options.precision == Precision::Bfloat16,
+            narrow,
         };
-        let threads = split::threads(x.shape(), Some(preparation.threads))?;
+        let threads = split::threads(x.shape(), options.num_threads)?;
         split::run(isa, rows, threads, &copy)?;
         Ok(Self {
             base: to.cast_const().cast(),
@@ -76,7 +71,11 @@ struct Prepared<'a> {
     x: &'a Rows<'a>,
     to: *mut f32,
     words: usize,
-    preparation: &'a Preparation<'a>,
+    /// Elements of a row.
+    columns: usize,
+    input: Input<'a>,
+    round: bool,
+    narrow: bool,
 }
 
 // SAFETY: threads write distinct rows.
@@ -85,17 +84,17 @@ unsafe impl Sync for Prepared<'_> {}
 impl Each for Prepared<'_> {
     #[inline(always)]
     unsafe fn rows<S: Simd>(&self, s: S, rows: Range<usize>) {
-        let n = self.preparation.columns;
+        let n = self.columns;
         for row in rows {
             // SAFETY: the row is there, and room for all of it, which is whole vectors of any instruction set.
             unsafe {
                 let x = self.x.row(row);
                 let out = Rounded {
                     to: self.to.add(row * self.words),
-                    round: self.preparation.precision == Precision::Bfloat16,
-                    narrow: self.preparation.narrow,
+                    round: self.round,
+                    narrow: self.narrow,
                 };
-                match self.preparation.input {
+                match self.input {
                     Input::Plain => lanes::each(s, n, &Copy { x, out }),
                     Input::Normed { weight, eps } => norm_row(s, n, x, weight.row(0), eps, out),
                     Input::Gated => silu_mul_row(s, n, x, out),

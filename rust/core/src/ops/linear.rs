@@ -13,11 +13,11 @@ use std::cell::RefCell;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::activations::{Activations, Preparation};
+use super::activations::Activations;
 use super::norm::expect_weight;
 use super::outputs::{Memory, Piece};
 use super::product::{self, Bfloat16, Float32};
-use super::weight::{Weight, WeightKind, WeightRows};
+use super::weight::{Weight, WeightKind};
 use super::{Rows, RowsMut};
 use crate::buffer::Buffer;
 use crate::simd::{DefaultMode, Dispatch, Isa, Simd, fast_bf16};
@@ -107,16 +107,9 @@ pub(super) fn multiply(
     if rows == 0 {
         return Ok(());
     }
-    let preparation = Preparation {
-        input: options.input,
-        columns,
-        precision: options.precision,
-        narrow: dot,
-        threads,
-    };
     SCRATCH.with_borrow_mut(|scratch| {
         let call = Call {
-            x: Activations::new(isa, x, &preparation, scratch)?,
+            x: Activations::new(isa, x, columns, options, dot, scratch)?,
             rows,
             columns,
             weight,
@@ -148,13 +141,10 @@ fn check(
     options: &LinearOptions<'_>,
 ) -> Result<()> {
     let ([rows, _], [outputs, inputs]) = (x.shape(), weight.shape());
-    match options.input {
-        Input::Plain => x.expect("x", [rows, inputs])?,
-        Input::Gated => x.expect("x", [rows, 2 * inputs])?,
-        Input::Normed { weight, .. } => {
-            x.expect("x", [rows, inputs])?;
-            expect_weight("norm", &weight, inputs)?;
-        }
+    let gated = matches!(options.input, Input::Gated);
+    x.expect("x", [rows, if gated { 2 * inputs } else { inputs }])?;
+    if let Input::Normed { weight, .. } = options.input {
+        expect_weight("norm", &weight, inputs)?;
     }
     out.expect("out", [rows, outputs])?;
     if let Some(bias) = options.bias {
@@ -212,15 +202,10 @@ impl Call<'_> {
             .sum()
     }
 
-    /// All pieces.
-    fn all(&self) -> usize {
-        self.pieces() * self.rows.div_ceil(self.row_block)
-    }
-
     /// Claims neighbouring pieces: many at first, so that weights are read in long runs, few at the end, so that all threads
     /// end together.
     fn claim(&self) -> std::ops::Range<usize> {
-        let all = self.all();
+        let all = self.pieces() * self.rows.div_ceil(self.row_block);
         let run = |next: usize| (all.saturating_sub(next) / (2 * self.threads)).max(1);
         let claimed = self
             .next
@@ -229,41 +214,26 @@ impl Call<'_> {
         first..(first + run(first)).min(all)
     }
 
-    /// The part, the part's first column of the output, and the first row in it of a piece.
-    fn place(&self, index: usize) -> (&WeightRows<'_>, usize, usize) {
-        let (mut n, mut column) = (index % self.pieces(), 0);
-        for part in &self.weight.parts {
+    fn piece(&self, index: usize) -> Piece<'_> {
+        let pieces = self.pieces();
+        let (row, mut n) = (index / pieces * self.row_block, index % pieces);
+        let (mut part, mut column) = (&self.weight.parts[0], 0);
+        for next in &self.weight.parts {
+            part = next;
             let pieces = part.rows.div_ceil(self.weight_block);
             if n < pieces {
-                return (part, column, n * self.weight_block);
+                break;
             }
             n -= pieces;
             column += part.rows;
         }
-        unreachable!("pieces are those of the parts");
-    }
-
-    /// The weights of a piece, as they lie in memory; nothing after the last piece.
-    fn memory(&self, index: usize) -> Memory {
-        if index >= self.all() {
-            return Memory::default();
-        }
-        let (part, _, first) = self.place(index);
+        let first = n * self.weight_block;
         let stride = self.weight.stride(part);
-        Memory {
-            start: part.base.wrapping_add(first * stride),
-            bytes: self.weight_block.min(part.rows - first) * stride,
-        }
-    }
-
-    fn piece(&self, index: usize, ahead: Memory) -> Piece<'_> {
-        let row = index / self.pieces() * self.row_block;
-        let (part, column, first) = self.place(index);
         Piece {
             x: &self.x,
             rows: self.row_block.min(self.rows - row),
-            weights: self.memory(index).start,
-            stride: self.weight.stride(part),
+            weights: part.base.wrapping_add(first * stride),
+            stride,
             outputs: self.weight_block.min(part.rows - first),
             kind: part.kind,
             columns: self.columns,
@@ -271,7 +241,6 @@ impl Call<'_> {
             row,
             column: column + first,
             options: self.options,
-            ahead,
         }
     }
 }
@@ -284,32 +253,35 @@ impl Dispatch for Work<'_> {
     fn run<S: Simd>(self, s: S) {
         // Another buffer than the activations': a caller is one of the threads.
         WIDE.with_borrow_mut(|scratch| {
-            let mut claimed = self.0.claim();
-            while !claimed.is_empty() {
-                // Of the run after this one, the first weights are brought near meanwhile.
-                let next = self.0.claim();
-                let last = claimed.end - 1;
-                for index in claimed {
-                    let after = if index < last { index + 1 } else { next.start };
-                    let piece = self.0.piece(index, self.0.memory(after));
-                    self.piece(s.vectors(), piece, scratch);
-                }
-                claimed = next;
+            let mut claimed = 0..0;
+            let mut next = || {
+                let index = claimed.next().or_else(|| {
+                    claimed = self.0.claim();
+                    claimed.next()
+                });
+                index.map(|index| self.0.piece(index))
+            };
+            let mut piece = next();
+            while let Some(current) = piece {
+                // Claimed before it is due: its weights are brought near meanwhile.
+                piece = next();
+                let ahead = piece.map_or(Memory::NOTHING, |piece| piece.memory());
+                self.piece(s.vectors(), current, ahead, scratch);
             }
         });
     }
 }
 
 impl Work<'_> {
-    fn piece<S: Simd>(&self, s: S, piece: Piece<'_>, scratch: &mut Buffer) {
+    fn piece<S: Simd>(&self, s: S, piece: Piece<'_>, ahead: Memory, scratch: &mut Buffer) {
         match piece.kind {
-            WeightKind::Bf16 if self.0.dot => piece.compute::<_, Bfloat16>(s, scratch),
-            WeightKind::F32 => piece.compute::<_, Float32<product::F32>>(s, scratch),
-            WeightKind::F16 => piece.compute::<_, Float32<product::F16>>(s, scratch),
-            WeightKind::Bf16 => piece.compute::<_, Float32<product::Bf16>>(s, scratch),
-            WeightKind::Q8_0 => piece.compute::<_, Float32<product::Q8_0>>(s, scratch),
-            WeightKind::Q4_0 => piece.compute::<_, Float32<product::Q4_0>>(s, scratch),
-            WeightKind::Q4_1 => piece.compute::<_, Float32<product::Q4_1>>(s, scratch),
+            WeightKind::Bf16 if self.0.dot => piece.compute::<_, Bfloat16>(s, ahead, scratch),
+            WeightKind::F32 => piece.compute::<_, Float32<product::F32>>(s, ahead, scratch),
+            WeightKind::F16 => piece.compute::<_, Float32<product::F16>>(s, ahead, scratch),
+            WeightKind::Bf16 => piece.compute::<_, Float32<product::Bf16>>(s, ahead, scratch),
+            WeightKind::Q8_0 => piece.compute::<_, Float32<product::Q8_0>>(s, ahead, scratch),
+            WeightKind::Q4_0 => piece.compute::<_, Float32<product::Q4_0>>(s, ahead, scratch),
+            WeightKind::Q4_1 => piece.compute::<_, Float32<product::Q4_1>>(s, ahead, scratch),
         }
     }
 }

@@ -43,30 +43,33 @@ pub(super) struct Piece<'a> {
     pub(super) column: usize,
     pub(super) out: &'a RowsMut<'a>,
     pub(super) options: &'a LinearOptions<'a>,
-    /// The weights that this thread reads next.
-    pub(super) ahead: Memory,
 }
 
 /// Bytes of memory, to be brought near.
 #[derive(Clone, Copy)]
 pub(super) struct Memory {
-    pub(super) start: *const u8,
-    pub(super) bytes: usize,
+    start: *const u8,
+    bytes: usize,
 }
 
-impl Default for Memory {
-    /// Nothing.
-    fn default() -> Self {
-        Self {
-            start: std::ptr::null(),
-            bytes: 0,
-        }
-    }
+impl Memory {
+    pub(super) const NOTHING: Self = Self {
+        start: std::ptr::null(),
+        bytes: 0,
+    };
 }
 
 impl Piece<'_> {
-    /// Computes it, `P` being how its weights are multiplied.
-    pub(super) fn compute<S: Simd, P: Product>(self, s: S, scratch: &mut Buffer) {
+    /// Its weights, as they lie there.
+    pub(super) fn memory(&self) -> Memory {
+        Memory {
+            start: self.weights,
+            bytes: self.outputs * self.stride,
+        }
+    }
+
+    /// Computes it, `P` being how its weights are multiplied; `ahead` is what this thread reads next.
+    pub(super) fn compute<S: Simd, P: Product>(self, s: S, ahead: Memory, scratch: &mut Buffer) {
         let aligned = |bytes: usize| bytes.is_multiple_of(LINE);
         let plain = P::PLAIN && aligned(self.weights.addr()) && aligned(self.stride);
         let few = self.rows <= P::TILES * most_rows::<S>();
@@ -77,6 +80,7 @@ impl Piece<'_> {
                 weights: self.weights,
                 stride: self.stride,
                 sums: scratch.floats(kept),
+                ahead,
                 piece: self,
                 product: PhantomData,
             });
@@ -93,6 +97,7 @@ impl Piece<'_> {
             weights: to,
             stride,
             sums,
+            ahead,
             piece: self,
             product: PhantomData,
         });
@@ -156,6 +161,8 @@ struct Outputs<'a, P> {
     stride: usize,
     /// Room for vectors of sums, of `GROUP` rows by all outputs.
     sums: *mut f32,
+    /// What is read from memory next.
+    ahead: Memory,
     product: PhantomData<P>,
 }
 
@@ -177,7 +184,7 @@ impl<P: Product> Kernel for Outputs<'_, P> {
             let parts = blocks.div_ceil(near / GROUP);
             (GROUP, blocks.div_ceil(parts))
         };
-        let mut ahead = Ahead::new(self.piece.ahead, self.steps::<S>());
+        let mut ahead = Ahead::new(self.ahead, self.steps::<S>());
         for first in (0..rows).step_by(group) {
             for block in (0..blocks).step_by(part) {
                 let section = Section {
