@@ -106,7 +106,7 @@ class Scheduler:
         for request in tuple(self.waiting):
             if budget == 0 or len(self.running) == self.max_num_seqs:
                 return
-            allocatable = self.manager.allocatable_blocks
+            before = self.manager.allocatable_blocks
             answer = self.manager.begin(request.number, request.tokens)
             if isinstance(answer, WaitFor):
                 # Budget is left, so the leader's whole prompt is in this step: asking again in the next one is soon
@@ -117,8 +117,8 @@ class Scheduler:
             # Nor do the running ones lack blocks: each has slots for all its known tokens. This one's prefix hit is
             # held from `begin` on, and so not among the allocatable blocks: where that changes nothing, others have
             # all of it, and keep it.
-            shared = allocatable == self.manager.allocatable_blocks
-            fits = self._blocks_lacking(request, shared=shared) <= self.manager.allocatable_blocks
+            allocatable = self.manager.allocatable_blocks
+            fits = self._blocks_lacking(request, shared=allocatable == before) <= allocatable
             if not fits or not self._grow(request, n):
                 self._release(request)
                 return
