@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from benches.serving_engines import LeafKV
 from benches.serving_models import Models
 
 from leafkv import SamplingParams
-from leafkv.engine import engine as engine_module
 from leafkv.models import llama
 
 PROMPT, STEPS, REPLAYS = 128, 48, 24
@@ -52,37 +52,32 @@ def generate(llm: Any, batch: int, steps: int) -> None:
 
 
 def step_seconds(llm: Any, batch: int) -> float:
-    laps, step = [], engine_module.Engine.step
+    laps, step = [], llm.engine.step
 
-    def timed(self: Any) -> Any:
+    def timed() -> Any:
         start = time.perf_counter()
-        outputs = step(self)
+        outputs = step()
         laps.append(time.perf_counter() - start)
         return outputs
 
-    engine_module.Engine.step = timed  # type: ignore[method-assign]
-    generate(llm, batch, STEPS)
-    engine_module.Engine.step = step  # type: ignore[method-assign]
+    with patch.object(llm.engine, "step", timed):
+        generate(llm, batch, STEPS)
     return median(laps[-STEPS // 2 :])
 
 
 def recorded(llm: Any, batch: int) -> list[Call]:
     """The calls of the last step."""
     calls: list[Call] = []
-    forward = llama.LlamaModel.forward
-    functions = {name: getattr(llama, name) for name in OPERATIONS}
+    model = llm.engine.model
+    forward = model.forward
 
-    def record(self: Any, step: Any, cache: Any) -> Any:
+    def record(step: Any, cache: Any) -> Any:
         calls.clear()
-        return forward(self, dataclasses.replace(step, plan=Plan(calls, step.plan)), cache)
+        return forward(dataclasses.replace(step, plan=Plan(calls, step.plan)), cache)
 
-    for name, function in functions.items():
-        setattr(llama, name, recording(calls, name, function))
-    llama.LlamaModel.forward = record  # type: ignore[method-assign, assignment]
-    generate(llm, batch, STEPS)
-    llama.LlamaModel.forward = forward  # type: ignore[method-assign]
-    for name, function in functions.items():
-        setattr(llama, name, function)
+    functions: dict[str, Any] = {name: recording(calls, name, getattr(llama, name)) for name in OPERATIONS}
+    with patch.multiple(llama, **functions), patch.object(model, "forward", record):
+        generate(llm, batch, STEPS)
     return calls
 
 
