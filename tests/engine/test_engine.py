@@ -13,7 +13,7 @@ from leafkv import InvalidInputError, LeafKVError
 from leafkv.engine.request import Request, Status
 
 from .rig import Rig, greedy
-from .toy import EOS, ToyModel, ToyTokenizer, reference
+from .toy import EOS, ToyModel, ToyTokenizer, fail, reference
 
 
 def serves_on(rig: Rig) -> None:
@@ -105,13 +105,6 @@ def test_abort_during_the_last_step_wins() -> None:
     assert output.outputs[0].finish_reason == "abort"
     assert len(output.outputs[0].token_ids) == 2
     serves_on(rig)
-
-
-def fail(error: BaseException) -> Any:
-    def raise_it(batch: Any) -> None:
-        raise error
-
-    return raise_it
 
 
 def test_a_failing_step_ends_its_requests_alone() -> None:

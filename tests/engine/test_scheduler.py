@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 import pytest
 
 from leafkv.engine.request import Status
 
 from .rig import Rig, greedy
-from .toy import VOCAB, ToyModel, reference, reference_logits
-
-
-def fail(error: type[BaseException] | None, batch: Any) -> None:
-    if error is not None:
-        raise error
+from .toy import VOCAB, ToyModel, fail, reference, reference_logits
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -56,7 +49,7 @@ def test_random_workloads_give_the_reference_tokens(seed: int) -> None:
         if rng.random() < 0.05:
             rig.manager.evict(rng.randrange(1, 4))
         error = rng.choice((RuntimeError, KeyboardInterrupt)) if rng.random() < 0.03 else None
-        model.before_forward = partial(fail, error)
+        model.before_forward = fail(error()) if error else lambda _: None
         with suppress(KeyboardInterrupt):
             rig.step()
         rig.check()

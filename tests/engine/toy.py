@@ -131,3 +131,12 @@ class ToyLoaded:
     @property
     def config(self) -> ToyConfig:
         return self.model.config
+
+
+def fail(error: BaseException) -> Callable[[object], None]:
+    """A hook that raises."""
+
+    def raise_it(_: object) -> None:
+        raise error
+
+    return raise_it

@@ -52,7 +52,7 @@ class Census:
         self.counters: list[Counter[str]] = []
 
     def counter(self) -> Counter[str]:
-        self.counters.append(Counter(dict.fromkeys(self.wanted, 0)))
+        self.counters.append(Counter())
         return self.counters[-1]
 
     def missing(self) -> list[str]:

@@ -11,21 +11,10 @@ from numpy.typing import NDArray
 from leafkv import InvalidInputError
 from leafkv._core import Weight, embed, linear, rms_norm, silu_mul
 
-F32 = NDArray[np.float32]
+from .arrays import F32, noise, strided
 
 EPS = 1e-5
 ROWS, COLUMNS, OUTPUTS = 5, 40, 7
-
-
-def noise(*shape: int) -> F32:
-    return np.random.default_rng(shape).standard_normal(shape, np.float32)
-
-
-def strided(a: F32) -> F32:
-    """The same rows with gaps between them."""
-    wide = np.full((len(a), a.shape[1] + 3), np.nan, np.float32)
-    wide[:, 1:-2] = a
-    return wide[:, 1:-2]
 
 
 MATRIX = noise(OUTPUTS, COLUMNS)

@@ -12,30 +12,16 @@ from numpy.typing import NDArray
 from leafkv import InvalidInputError
 from leafkv._core import argmax, rms_norm, rope_write_kv, silu_mul, top_k, write_kv
 
-F32 = NDArray[np.float32]
+from .arrays import F32, noise, strided
 
 EPS = 1e-5
 NAN, INF = np.nan, np.inf
-
-
-def noise(*shape: int) -> F32:
-    return np.random.default_rng(shape).standard_normal(shape, np.float32)
 
 
 def norm(x: F32, weight: F32) -> F32:
     x = x.astype(np.float64)
     result: F32 = (x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + EPS) * weight).astype(np.float32)
     return result
-
-
-def strided(x: F32) -> F32:
-    """The same rows, far apart, the last one first in memory, at an odd address."""
-    rows, columns = x.shape
-    memory = np.zeros((rows, columns + 3), np.float32).view(np.uint8).ravel()
-    view = memory[1 : 1 + rows * 4 * (columns + 3) - 12].view()
-    array: F32 = np.ndarray((rows, columns), np.float32, view, (rows - 1) * 4 * (columns + 3), (-4 * (columns + 3), 4))
-    array[:] = x
-    return array
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 576])
