@@ -120,8 +120,9 @@ def main() -> None:
         leafkv = LeafKV(kind)
         leafkv.load(Models(arguments.cache))
         for batch in map(int, arguments.batches.split(",")):
-            lines += profile(leafkv.llm, kind, batch)
-            print("\n".join(lines[-12:]), flush=True)
+            table = profile(leafkv.llm, kind, batch)
+            print("\n".join(table), flush=True)
+            lines += table
     if arguments.out:
         arguments.out.write_text("\n".join(lines))
 
