@@ -11,7 +11,7 @@ use super::silu::silu_mul_row;
 use super::split::{self, Each};
 use super::weight::BLOCK;
 use crate::Result;
-use crate::buffer::{Buffer, LINE};
+use crate::buffer::{self, Buffer, LINE};
 use crate::simd::{Isa, Simd};
 
 /// Rows of whole blocks of floats, or of bfloat16.
@@ -34,13 +34,14 @@ impl Activations {
     ) -> Result<Self> {
         let (base, stride, rows) = (x.start(), x.stride(), x.shape()[0]);
         let aligned = base.addr().is_multiple_of(LINE) && stride % LINE as isize == 0;
+        let apart = !buffer::competes(stride.unsigned_abs());
         let as_it_is =
             matches!(options.input, Input::Plain) && options.precision == Precision::Float32;
-        if as_it_is && columns.is_multiple_of(BLOCK) && (aligned || rows == 1) {
+        if as_it_is && columns.is_multiple_of(BLOCK) && (aligned && apart || rows == 1) {
             return Ok(Self { base, stride });
         }
-        let words = columns.next_multiple_of(BLOCK) / if narrow { 2 } else { 1 };
-        // Whole cache lines a row: blocks of bfloat16 are just that.
+        let bytes = columns.next_multiple_of(BLOCK) * if narrow { 2 } else { 4 };
+        let words = buffer::stride(bytes) / 4;
         let to = scratch.floats(rows * words);
         let copy = Prepared {
             x,

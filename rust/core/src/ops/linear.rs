@@ -66,13 +66,12 @@ pub struct LinearOptions<'a> {
 }
 
 /// Bytes of activations in a piece of work: they stay in the second-level cache while weights pass by.
-const ROW_BYTES: usize = 512 << 10;
+const ROW_BYTES: usize = 192 << 10;
 /// Rows of activations in a piece of work that are worth reading weights for.
 const LEAST_ROWS: usize = 96;
-/// Weight rows in a piece of work, at most: a multiple of what the kernel takes at once.
-const WEIGHT_BLOCK: usize = 32;
-/// Bytes that they are as floats: the second-level cache holds those of a piece and of the next one, and activations.
-const WEIGHT_BYTES: usize = 128 << 10;
+/// Bytes of weights in a piece of work, as floats, at most: the second-level cache holds those of a piece and of the next
+/// one, and activations.
+const WEIGHT_BYTES: usize = 192 << 10;
 
 /// Products that are shared with threads that are awake, and wake none.
 const SLEEPY_WORK: usize = 1 << 20;
@@ -117,7 +116,7 @@ pub(super) fn multiply(
             options,
             dot,
             row_block: row_block(rows, columns),
-            weight_block: (WEIGHT_BYTES / (4 * columns) / 8 * 8).clamp(8, WEIGHT_BLOCK),
+            weight_block: weight_block(rows, columns),
             next: AtomicUsize::new(0),
             threads,
         };
@@ -188,6 +187,17 @@ struct Call<'a> {
 fn row_block(rows: usize, columns: usize) -> usize {
     let most = (ROW_BYTES / (4 * columns)).max(LEAST_ROWS);
     rows.div_ceil(rows.div_ceil(most)).next_multiple_of(4)
+}
+
+/// Weight rows in a piece of work: a multiple of what the kernel takes at once of them, 8, 4 or 3.
+fn weight_block(rows: usize, columns: usize) -> usize {
+    match WEIGHT_BYTES / (4 * columns) {
+        48.. => 48,
+        24.. => 24,
+        // Three by three, or four by four; single rows of activations meet eight.
+        _ if rows >= 4 => 12,
+        _ => 8,
+    }
 }
 
 // SAFETY: what pointers name is readable from any thread, and each output is one piece's.

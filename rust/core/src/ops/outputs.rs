@@ -14,7 +14,7 @@ use super::lanes;
 use super::linear::LinearOptions;
 use super::product::{Product, make_row_plain};
 use super::weight::{BLOCK, WeightKind};
-use crate::buffer::{Buffer, LINE};
+use crate::buffer::{self, Buffer, LINE};
 use crate::simd::{Kernel, MAX_LANES, Simd};
 
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
@@ -72,8 +72,8 @@ impl Piece<'_> {
     pub(super) fn compute<S: Simd, P: Product>(self, s: S, ahead: Memory, scratch: &mut Buffer) {
         let aligned = |bytes: usize| bytes.is_multiple_of(LINE);
         let plain = P::PLAIN && aligned(self.weights.addr()) && aligned(self.stride);
-        let few = self.rows <= P::TILES * most_rows::<S>();
-        let stride = self.columns.div_ceil(BLOCK) * P::Plain::BYTES;
+        let few = self.rows <= P::TILES * MOST_ROWS;
+        let stride = buffer::stride(self.columns.div_ceil(BLOCK) * P::Plain::BYTES);
         let kept = GROUP * self.outputs * S::LANES;
         if self.columns.is_multiple_of(BLOCK) && (plain || few) {
             return s.vectorize(Outputs::<P> {
@@ -105,14 +105,13 @@ impl Piece<'_> {
 }
 
 /// M: rows of activations at a time, where there are so many.
-const fn most_rows<S: Simd>() -> usize {
-    if S::REGISTERS == 32 { 4 } else { 2 }
-}
+const MOST_ROWS: usize = 4;
 
 /// N, for the first of so many rows.
 const fn most_outputs<S: Simd>(rows: usize) -> usize {
     match (rows, S::REGISTERS) {
         (2 | 3, 32) | (1, _) => 8,
+        (4.., 16) => 3,
         _ => 4,
     }
 }
@@ -140,15 +139,16 @@ impl<P: Product> Kernel for Widen<'_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let columns = self.piece.columns;
-        let rest = columns.div_ceil(BLOCK) * BLOCK - columns;
+        let whole = columns.div_ceil(BLOCK) * BLOCK;
         for n in 0..self.piece.outputs {
             // SAFETY: a row of weights has so many columns; there is room for whole blocks of them.
             unsafe {
                 let to = self.to.add(n * self.stride);
                 let row = self.piece.weights.add(n * self.piece.stride);
                 make_row_plain::<S, P>(s, row, columns, to);
-                let rest = rest * (P::Plain::BYTES / BLOCK);
-                to.add(self.stride - rest).write_bytes(0, rest);
+                let bytes = |columns: usize| columns * (P::Plain::BYTES / BLOCK);
+                to.add(bytes(columns))
+                    .write_bytes(0, bytes(whole - columns));
             }
         }
     }
@@ -178,7 +178,7 @@ impl<P: Product> Kernel for Outputs<'_, P> {
     fn run<S: Simd>(self, s: S) {
         let (rows, blocks, near) = (self.piece.rows, self.blocks(), NEAR / P::X_BYTES);
         let (group, part) = if blocks * rows.min(GROUP) <= near {
-            let group = (near / blocks).next_multiple_of(most_rows::<S>());
+            let group = (near / blocks).next_multiple_of(MOST_ROWS);
             (group, blocks)
         } else {
             let parts = blocks.div_ceil(near / GROUP);
@@ -195,7 +195,7 @@ impl<P: Product> Kernel for Outputs<'_, P> {
                 unsafe {
                     match S::REGISTERS {
                         32 => self.section::<S, 4, 4, 8>(s, &section, &mut ahead),
-                        _ => self.section::<S, 2, 4, 4>(s, &section, &mut ahead),
+                        _ => self.section::<S, 4, 3, 4>(s, &section, &mut ahead),
                     }
                 }
             }
@@ -211,7 +211,7 @@ impl<P: Product> Outputs<'_, P> {
     /// Steps of all tiles together, or nearly so many.
     fn steps<S: Simd>(&self) -> usize {
         let Piece { rows, outputs, .. } = self.piece;
-        let (m, n) = (most_rows::<S>(), most_outputs::<S>(rows));
+        let (m, n) = (MOST_ROWS, most_outputs::<S>(rows));
         let tiles = (rows / m).max(1) * (outputs / n).max(1);
         tiles
             * match between_runs::<P>(m) {
@@ -372,6 +372,15 @@ impl<P: Product> Outputs<'_, P> {
         for i in 0..N {
             w[i] = self.weights.wrapping_add((n + i) * self.stride);
         }
+        if !P::SCALED && !between_runs::<P>(M) {
+            for b in blocks {
+                let x = x.map(|row| row.wrapping_add(b * P::X_BYTES));
+                let w = w.map(|row| row.wrapping_add(b * P::BYTES));
+                // SAFETY: as above; all rows have so many blocks.
+                sums = unsafe { self.block::<S, M, N>(s, x, w, sums, ahead) };
+            }
+            return sums;
+        }
         let mut scales = [[[0.0; 2]; RUN]; N];
         let Range { start, end } = blocks;
         for first in (start..end).step_by(run::<P>()) {
@@ -390,35 +399,107 @@ impl<P: Product> Outputs<'_, P> {
                     }
                 }
                 for b in 0..run {
-                    let mut a = [[P::x(s, x[0].add((first + b) * P::X_BYTES), 0); MOST_PARTS]; M];
-                    for m in 0..M {
-                        for part in 0..P::parts::<S>() {
-                            a[m][part] = P::x(s, x[m].add((first + b) * P::X_BYTES), part);
+                    let x = x.map(|row| row.wrapping_add((first + b) * P::X_BYTES));
+                    let w = w.map(|row| row.wrapping_add((first + b) * P::BYTES));
+                    sums = match P::SCALED {
+                        true => {
+                            let scales = scales.each_ref().map(|scales| &scales[b]);
+                            self.scaled_block::<S, M, N>(s, x, w, scales, sums, ahead)
+                        }
+                        false => self.block::<S, M, N>(s, x, w, sums, ahead),
+                    };
+                }
+            }
+        }
+        sums
+    }
+
+    /// The products of a block, part by part of all rows.
+    ///
+    /// # Safety
+    /// There is a block at each pointer.
+    #[inline(always)]
+    unsafe fn block<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        x: [*const u8; M],
+        w: [*const u8; N],
+        mut sums: [[S::F32; N]; M],
+        ahead: &mut Ahead,
+    ) -> [[S::F32; N]; M] {
+        for part in 0..P::parts::<S>() {
+            if !between_runs::<P>(M) {
+                ahead.step(s);
+            }
+            // SAFETY: the caller's promise.
+            unsafe {
+                // What is fewer is held in registers, while the others pass by.
+                if M <= N {
+                    let mut a = [P::x(s, x[0], part); M];
+                    for m in 1..M {
+                        a[m] = P::x(s, x[m], part);
+                    }
+                    for i in 0..N {
+                        let v = P::w(s, w[i], part, &[0.0; 2]);
+                        for m in 0..M {
+                            sums[m][i] = P::add(s, v, a[m], sums[m][i]);
                         }
                     }
-                    // Where widening has a part in common for the block, it is done with one row before the next.
-                    let (outer, inner) = if P::SCALED {
-                        (1, P::parts::<S>())
-                    } else {
-                        (P::parts::<S>(), 1)
-                    };
-                    for j in 0..outer {
-                        if !P::SCALED && !between_runs::<P>(M) {
-                            ahead.step(s);
-                        }
+                } else {
+                    let mut v = [P::w(s, w[0], part, &[0.0; 2]); N];
+                    for i in 1..N {
+                        v[i] = P::w(s, w[i], part, &[0.0; 2]);
+                    }
+                    for m in 0..M {
+                        let a = P::x(s, x[m], part);
                         for i in 0..N {
-                            if P::SCALED {
-                                ahead.step(s);
-                            }
-                            let block = w[i].add((first + b) * P::BYTES);
-                            for k in 0..inner {
-                                let part = j + k;
-                                let v = P::w(s, block, part, &scales[i][b]);
-                                for m in 0..M {
-                                    sums[m][i] = P::add(s, v, a[m][part], sums[m][i]);
-                                }
-                            }
+                            sums[m][i] = P::add(s, v[i], a, sums[m][i]);
                         }
+                    }
+                }
+            }
+        }
+        sums
+    }
+
+    /// The same, one row of weights after the other: widening has much in common for a block of one.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn scaled_block<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        x: [*const u8; M],
+        w: [*const u8; N],
+        scales: [&[f32; 2]; N],
+        mut sums: [[S::F32; N]; M],
+        ahead: &mut Ahead,
+    ) -> [[S::F32; N]; M] {
+        let parts = P::parts::<S>();
+        // Beside the sums, widening takes some registers.
+        let held = M * (N + parts) + 6 <= S::REGISTERS;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut a = [[P::x(s, x[0], 0); MOST_PARTS]; M];
+            if held {
+                for m in 0..M {
+                    for part in 0..parts {
+                        a[m][part] = P::x(s, x[m], part);
+                    }
+                }
+            }
+            for i in 0..N {
+                ahead.step(s);
+                for part in 0..parts {
+                    let v = P::w(s, w[i], part, scales[i]);
+                    for m in 0..M {
+                        let a = if held {
+                            a[m][part]
+                        } else {
+                            P::x(s, x[m], part)
+                        };
+                        sums[m][i] = P::add(s, v, a, sums[m][i]);
                     }
                 }
             }
