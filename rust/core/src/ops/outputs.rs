@@ -108,8 +108,9 @@ impl Piece<'_> {
 const MOST_ROWS: usize = 4;
 
 /// N, for the first of so many rows.
-const fn most_outputs<S: Simd>(rows: usize) -> usize {
+const fn most_outputs<S: Simd, P: Product>(rows: usize) -> usize {
     match (rows, S::REGISTERS) {
+        (1, 16) if P::SCALED => 4,
         (2 | 3, 32) | (1, _) => 8,
         (4.., 16) => 3,
         _ => 4,
@@ -124,6 +125,11 @@ const fn run<P: Product>() -> usize {
 /// Whether memory is asked for between two runs: a single row of activations and plain weights leave no time in them.
 const fn between_runs<P: Product>(m: usize) -> bool {
     P::PLAIN && m == 1
+}
+
+/// Rows of a block with a scale that are multiplied before memory is asked for: few registers leave little time.
+const fn rows_a_step<S: Simd>() -> usize {
+    if S::REGISTERS == 16 { 4 } else { 1 }
 }
 
 /// Weights made plain: widened, or moved to cache lines of their own, and filled up with zeros to whole blocks.
@@ -211,12 +217,12 @@ impl<P: Product> Outputs<'_, P> {
     /// Steps of all tiles together, or nearly so many.
     fn steps<S: Simd>(&self) -> usize {
         let Piece { rows, outputs, .. } = self.piece;
-        let (m, n) = (MOST_ROWS, most_outputs::<S>(rows));
+        let (m, n) = (MOST_ROWS, most_outputs::<S, P>(rows));
         let tiles = (rows / m).max(1) * (outputs / n).max(1);
         tiles
             * match between_runs::<P>(m) {
                 true => self.blocks().div_ceil(run::<P>()),
-                false if P::SCALED => self.blocks() * n,
+                false if P::SCALED => self.blocks() * n.div_ceil(rows_a_step::<S>()),
                 false => self.blocks() * P::parts::<S>(),
             }
     }
@@ -241,7 +247,12 @@ impl<P: Product> Outputs<'_, P> {
             if M > 2 {
                 self.pass::<S, 2, N2>(s, twos..one, section, ahead);
             }
-            self.pass::<S, 1, 8>(s, one..end, section, ahead);
+            // What widens weights needs registers, too.
+            if P::SCALED && S::REGISTERS == 16 {
+                self.pass::<S, 1, 4>(s, one..end, section, ahead);
+            } else {
+                self.pass::<S, 1, 8>(s, one..end, section, ahead);
+            }
         }
     }
 
@@ -490,7 +501,9 @@ impl<P: Product> Outputs<'_, P> {
                 }
             }
             for i in 0..N {
-                ahead.step(s);
+                if i.is_multiple_of(rows_a_step::<S>()) {
+                    ahead.step(s);
+                }
                 for part in 0..parts {
                     let v = P::w(s, w[i], part, scales[i]);
                     for m in 0..M {

@@ -268,12 +268,12 @@ fn products_equal_the_oracle() {
 fn a_row_has_the_same_bits_in_any_batch_on_any_threads_from_weights_anywhere() {
     let mut random = Random(11);
     for (isa, precision, dot) in ways() {
-        // Few columns, and so many that they are read part by part.
+        // Few columns, so many that they are read part by part, and rows a page apart.
         let cases = kinds(precision)
             .iter()
             .flat_map(|kind| match kind.is_quantized() {
-                true => [(kind, 96), (kind, 1312)],
-                false => [(kind, 77), (kind, 1301)],
+                true => [(kind, 96), (kind, 1024), (kind, 1312)],
+                false => [(kind, 77), (kind, 1024), (kind, 1301)],
             });
         for (kind, columns) in cases {
             let stored = Stored::new(&mut random, *kind, 70, columns);
