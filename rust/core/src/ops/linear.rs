@@ -72,6 +72,8 @@ const LEAST_ROWS: usize = 96;
 /// Bytes of weights in a piece of work, as floats, at most: the second-level cache holds those of a piece and of the next
 /// one, and activations.
 const WEIGHT_BYTES: usize = 192 << 10;
+/// The same where they pass by few rows of activations.
+const STREAM_BYTES: usize = 96 << 10;
 
 /// Products that are shared with threads that are awake, and wake none.
 const SLEEPY_WORK: usize = 1 << 20;
@@ -189,14 +191,16 @@ fn row_block(rows: usize, columns: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most)).next_multiple_of(4)
 }
 
-/// Weight rows in a piece of work: a multiple of what the kernel takes at once of them, 8, 4 or 3.
+/// Weight rows in a piece of work: a multiple of what the kernel takes at once of them.
 fn weight_block(rows: usize, columns: usize) -> usize {
-    match WEIGHT_BYTES / (4 * columns) {
+    let most = |bytes: usize| bytes / (4 * columns);
+    match most(WEIGHT_BYTES) {
+        // Eight, and nothing is multiplied twice: what counts is how soon the first is there.
+        _ if rows < 4 => (most(STREAM_BYTES) / 8 * 8).clamp(8, 24),
+        // Four, or three.
         48.. => 48,
         24.. => 24,
-        // Three by three, or four by four; single rows of activations meet eight.
-        _ if rows >= 4 => 12,
-        _ => 8,
+        _ => 12,
     }
 }
 
