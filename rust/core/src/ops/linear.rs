@@ -68,7 +68,7 @@ pub struct LinearOptions<'a> {
 /// Bytes of activations in a piece of work: they stay in the second-level cache while weights pass by.
 const ROW_BYTES: usize = 192 << 10;
 /// Rows of activations in a piece of work that are worth reading weights for.
-const LEAST_ROWS: usize = 96;
+const LEAST_ROWS: usize = 64;
 /// Bytes of weights in a piece of work, as floats, at most: the second-level cache holds those of a piece and of the next
 /// one, and activations.
 const WEIGHT_BYTES: usize = 192 << 10;
