@@ -127,9 +127,9 @@ const fn between_runs<P: Product>(m: usize) -> bool {
     P::PLAIN && m == 1
 }
 
-/// Rows of a block with a scale that are multiplied before memory is asked for: few registers leave little time.
-const fn rows_a_step<S: Simd>() -> usize {
-    if S::REGISTERS == 16 { 4 } else { 1 }
+/// Whether memory is asked for once a block: where registers are few, what is widened would be spilled around the question.
+const fn once_a_block<S: Simd, P: Product>() -> bool {
+    S::REGISTERS == 16 && !P::PLAIN
 }
 
 /// Weights made plain: widened, or moved to cache lines of their own, and filled up with zeros to whole blocks.
@@ -222,7 +222,8 @@ impl<P: Product> Outputs<'_, P> {
         tiles
             * match between_runs::<P>(m) {
                 true => self.blocks().div_ceil(run::<P>()),
-                false if P::SCALED => self.blocks() * n.div_ceil(rows_a_step::<S>()),
+                false if once_a_block::<S, P>() => self.blocks(),
+                false if P::SCALED => self.blocks() * n,
                 false => self.blocks() * P::parts::<S>(),
             }
     }
@@ -439,7 +440,7 @@ impl<P: Product> Outputs<'_, P> {
         ahead: &mut Ahead,
     ) -> [[S::F32; N]; M] {
         for part in 0..P::parts::<S>() {
-            if !between_runs::<P>(M) {
+            if !between_runs::<P>(M) && (part == 0 || !once_a_block::<S, P>()) {
                 ahead.step(s);
             }
             // SAFETY: the caller's promise.
@@ -501,7 +502,7 @@ impl<P: Product> Outputs<'_, P> {
                 }
             }
             for i in 0..N {
-                if i.is_multiple_of(rows_a_step::<S>()) {
+                if i == 0 || !once_a_block::<S, P>() {
                     ahead.step(s);
                 }
                 for part in 0..parts {
