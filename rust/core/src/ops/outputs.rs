@@ -217,11 +217,12 @@ impl<P: Product> Outputs<'_, P> {
     /// Steps of all tiles together, or nearly so many.
     fn steps<S: Simd>(&self) -> usize {
         let Piece { rows, outputs, .. } = self.piece;
-        let (m, n) = (MOST_ROWS, most_outputs::<S, P>(rows));
+        let (m, n) = (rows.min(MOST_ROWS), most_outputs::<S, P>(rows));
         let tiles = (rows / m).max(1) * (outputs / n).max(1);
         tiles
             * match between_runs::<P>(m) {
-                true => self.blocks().div_ceil(run::<P>()),
+                // So that a quarter is asked for: the hardware sees the rest coming, and is slower if all of it is.
+                true => 4 * self.blocks().div_ceil(run::<P>()),
                 false if once_a_block::<S, P>() => self.blocks(),
                 false if P::SCALED => self.blocks() * n,
                 false => self.blocks() * P::parts::<S>(),
