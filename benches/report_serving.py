@@ -67,7 +67,7 @@ def record(results: list[Result], title: str, notes: str, profile: str, commands
         "LeafKV's, up to where an answer parts from its.",
         "",
         table(results),
-        *(["## Where the time of a decode step goes", "", profile, ""] if profile else []),
+        *(["## Where LeafKV's time goes", "", profile, ""] if profile else []),
         "## Commands",
         "",
         "```sh",

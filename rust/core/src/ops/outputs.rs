@@ -117,12 +117,12 @@ const fn most_outputs<S: Simd, P: Product>(rows: usize) -> usize {
     }
 }
 
-/// Blocks that are done in one go: some 256 bytes, if there is nothing but products to do.
+/// Blocks that are done in one go where there is nothing but products to do: some 256 bytes.
 const fn run<P: Product>() -> usize {
-    if P::PLAIN { 256 / P::BYTES } else { RUN }
+    256 / P::BYTES
 }
 
-/// Whether memory is asked for between two runs: a single row of activations and plain weights leave no time in them.
+/// Whether memory is asked for between two such runs: a single row of activations and plain weights leave no time in them.
 const fn between_runs<P: Product>(m: usize) -> bool {
     P::PLAIN && m == 1
 }
@@ -385,44 +385,18 @@ impl<P: Product> Outputs<'_, P> {
         for i in 0..N {
             w[i] = self.weights.wrapping_add((n + i) * self.stride);
         }
-        if !P::SCALED && !between_runs::<P>(M) {
-            for b in blocks {
-                let x = x.map(|row| row.wrapping_add(b * P::X_BYTES));
-                let w = w.map(|row| row.wrapping_add(b * P::BYTES));
-                // SAFETY: as above; all rows have so many blocks.
-                sums = unsafe { self.block::<S, M, N>(s, x, w, sums, ahead) };
-            }
-            return sums;
+        if P::SCALED {
+            // SAFETY: as above; all rows have so many blocks.
+            return unsafe { self.scaled_blocks::<S, M, N>(s, x, w, blocks, sums, ahead) };
         }
-        let mut scales = [[[0.0; 2]; RUN]; N];
-        let Range { start, end } = blocks;
-        for first in (start..end).step_by(run::<P>()) {
-            let run = run::<P>().min(end - first);
-            if between_runs::<P>(M) {
+        for b in blocks {
+            if between_runs::<P>(M) && b.is_multiple_of(run::<P>()) {
                 ahead.step(s);
             }
-            // SAFETY: as above; all rows have so many blocks.
-            unsafe {
-                // Through memory on purpose: from there, loads broadcast them without the shuffle unit.
-                if P::SCALED {
-                    for i in 0..N {
-                        for b in 0..run {
-                            scales[i][b] = P::scale(s, w[i].add((first + b) * P::BYTES));
-                        }
-                    }
-                }
-                for b in 0..run {
-                    let x = x.map(|row| row.wrapping_add((first + b) * P::X_BYTES));
-                    let w = w.map(|row| row.wrapping_add((first + b) * P::BYTES));
-                    sums = match P::SCALED {
-                        true => {
-                            let scales = scales.each_ref().map(|scales| &scales[b]);
-                            self.scaled_block::<S, M, N>(s, x, w, scales, sums, ahead)
-                        }
-                        false => self.block::<S, M, N>(s, x, w, sums, ahead),
-                    };
-                }
-            }
+            let x = x.map(|row| row.wrapping_add(b * P::X_BYTES));
+            let w = w.map(|row| row.wrapping_add(b * P::BYTES));
+            // SAFETY: as above.
+            sums = unsafe { self.block::<S, M, N>(s, x, w, sums, ahead) };
         }
         sums
     }
@@ -475,10 +449,47 @@ impl<P: Product> Outputs<'_, P> {
         sums
     }
 
-    /// The same, one row of weights after the other: widening has much in common for a block of one.
+    /// The products of some blocks with scales, which are widened before.
     ///
     /// # Safety
-    /// As above.
+    /// There are so many blocks at each pointer.
+    #[inline(always)]
+    unsafe fn scaled_blocks<S: Simd, const M: usize, const N: usize>(
+        &self,
+        s: S,
+        x: [*const u8; M],
+        w: [*const u8; N],
+        blocks: Range<usize>,
+        mut sums: [[S::F32; N]; M],
+        ahead: &mut Ahead,
+    ) -> [[S::F32; N]; M] {
+        let mut scales = [[[0.0; 2]; RUN]; N];
+        let Range { start, end } = blocks;
+        for first in (start..end).step_by(RUN) {
+            let run = RUN.min(end - first);
+            // SAFETY: the caller's promise.
+            unsafe {
+                // Through memory on purpose: from there, loads broadcast them without the shuffle unit.
+                for i in 0..N {
+                    for b in 0..run {
+                        scales[i][b] = P::scale(s, w[i].add((first + b) * P::BYTES));
+                    }
+                }
+                for b in 0..run {
+                    let x = x.map(|row| row.wrapping_add((first + b) * P::X_BYTES));
+                    let w = w.map(|row| row.wrapping_add((first + b) * P::BYTES));
+                    let scales = scales.each_ref().map(|scales| &scales[b]);
+                    sums = self.scaled_block::<S, M, N>(s, x, w, scales, sums, ahead);
+                }
+            }
+        }
+        sums
+    }
+
+    /// Those of a block, one row of weights after the other: widening has much in common for a block of one.
+    ///
+    /// # Safety
+    /// There is a block at each pointer.
     #[inline(always)]
     unsafe fn scaled_block<S: Simd, const M: usize, const N: usize>(
         &self,
