@@ -193,11 +193,13 @@ fn row_block(rows: usize, columns: usize) -> usize {
 
 /// Weight rows in a piece of work: a multiple of what the kernel takes at once of them.
 fn weight_block(rows: usize, columns: usize) -> usize {
-    let most = |bytes: usize| bytes / (4 * columns);
-    match most(WEIGHT_BYTES) {
-        // Eight, and nothing is multiplied twice: what counts is how soon the first is there.
-        _ if rows < 4 => (most(STREAM_BYTES) / 8 * 8).clamp(8, 24),
-        // Four, or three.
+    let row = 4 * columns;
+    if rows < 4 {
+        // By eights. Not many: nobody brings the first piece near.
+        return (STREAM_BYTES / row / 8 * 8).clamp(8, 24);
+    }
+    // By fours, or threes.
+    match WEIGHT_BYTES / row {
         48.. => 48,
         24.. => 24,
         _ => 12,
