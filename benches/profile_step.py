@@ -10,12 +10,11 @@ and the model's. Made once more, each is timed by itself.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,7 +75,7 @@ class Work:
         def record(step: Any, cache: Any) -> Any:
             if self.decodes:
                 calls.clear()
-            return forward(dataclasses.replace(step, plan=Plan(calls, step.plan)), cache)
+            return forward(replace(step, plan=Plan(calls, step.plan)), cache)
 
         functions: dict[str, Any] = {name: recording(calls, name, getattr(llama, name)) for name in OPERATIONS}
         with patch.multiple(llama, **functions), patch.object(model, "forward", record):

@@ -200,8 +200,8 @@ impl<P: Product> Kernel for Outputs<'_, P> {
                 // SAFETY: the rows are the piece's, and no more than `GROUP` where `sums` are needed.
                 unsafe {
                     match S::REGISTERS {
-                        32 => self.section::<S, 4, 4, 8>(s, &section, &mut ahead),
-                        _ => self.section::<S, 4, 3, 4>(s, &section, &mut ahead),
+                        32 => self.section::<S, 4, 8>(s, &section, &mut ahead),
+                        _ => self.section::<S, 3, 4>(s, &section, &mut ahead),
                     }
                 }
             }
@@ -218,7 +218,7 @@ impl<P: Product> Outputs<'_, P> {
     fn steps<S: Simd>(&self) -> usize {
         let Piece { rows, outputs, .. } = self.piece;
         let (m, n) = (rows.min(MOST_ROWS), most_outputs::<S, P>(rows));
-        let tiles = (rows / m).max(1) * (outputs / n).max(1);
+        let tiles = rows / m * (outputs / n).max(1);
         tiles
             * match between_runs::<P>(m) {
                 // So that a quarter is asked for: the hardware sees the rest coming, and is slower if all of it is.
@@ -229,26 +229,24 @@ impl<P: Product> Outputs<'_, P> {
             }
     }
 
-    /// Rows of activations: M at a time with N of weights, what is left by twos (with N2) and ones.
+    /// Rows of activations: `MOST_ROWS` at a time with N of weights, what is left by twos (with N2) and ones.
     ///
     /// # Safety
     /// The rows and blocks are the piece's; there is room for sums if the blocks are not all.
     #[inline(always)]
-    unsafe fn section<S: Simd, const M: usize, const N: usize, const N2: usize>(
+    unsafe fn section<S: Simd, const N: usize, const N2: usize>(
         &self,
         s: S,
         section: &Section,
         ahead: &mut Ahead,
     ) {
         let Range { start: first, end } = section.rows;
-        let twos = first + (end - first) / M * M;
+        let twos = first + (end - first) / MOST_ROWS * MOST_ROWS;
         let one = twos + (end - twos) / 2 * 2;
         // SAFETY: the caller's promise.
         unsafe {
-            self.pass::<S, M, N>(s, first..twos, section, ahead);
-            if M > 2 {
-                self.pass::<S, 2, N2>(s, twos..one, section, ahead);
-            }
+            self.pass::<S, MOST_ROWS, N>(s, first..twos, section, ahead);
+            self.pass::<S, 2, N2>(s, twos..one, section, ahead);
             // What widens weights needs registers, too.
             if P::SCALED && S::REGISTERS == 16 {
                 self.pass::<S, 1, 4>(s, one..end, section, ahead);
@@ -387,7 +385,7 @@ impl<P: Product> Outputs<'_, P> {
         }
         if P::SCALED {
             // SAFETY: as above; all rows have so many blocks.
-            return unsafe { self.scaled_blocks::<S, M, N>(s, x, w, blocks, sums, ahead) };
+            return unsafe { Self::scaled_blocks::<S, M, N>(s, x, w, blocks, sums, ahead) };
         }
         for b in blocks {
             if between_runs::<P>(M) && b.is_multiple_of(run::<P>()) {
@@ -396,7 +394,7 @@ impl<P: Product> Outputs<'_, P> {
             let x = x.map(|row| row.wrapping_add(b * P::X_BYTES));
             let w = w.map(|row| row.wrapping_add(b * P::BYTES));
             // SAFETY: as above.
-            sums = unsafe { self.block::<S, M, N>(s, x, w, sums, ahead) };
+            sums = unsafe { Self::block::<S, M, N>(s, x, w, sums, ahead) };
         }
         sums
     }
@@ -407,7 +405,6 @@ impl<P: Product> Outputs<'_, P> {
     /// There is a block at each pointer.
     #[inline(always)]
     unsafe fn block<S: Simd, const M: usize, const N: usize>(
-        &self,
         s: S,
         x: [*const u8; M],
         w: [*const u8; N],
@@ -455,7 +452,6 @@ impl<P: Product> Outputs<'_, P> {
     /// There are so many blocks at each pointer.
     #[inline(always)]
     unsafe fn scaled_blocks<S: Simd, const M: usize, const N: usize>(
-        &self,
         s: S,
         x: [*const u8; M],
         w: [*const u8; N],
@@ -479,7 +475,7 @@ impl<P: Product> Outputs<'_, P> {
                     let x = x.map(|row| row.wrapping_add((first + b) * P::X_BYTES));
                     let w = w.map(|row| row.wrapping_add((first + b) * P::BYTES));
                     let scales = scales.each_ref().map(|scales| &scales[b]);
-                    sums = self.scaled_block::<S, M, N>(s, x, w, scales, sums, ahead);
+                    sums = Self::scaled_block::<S, M, N>(s, x, w, scales, sums, ahead);
                 }
             }
         }
@@ -492,7 +488,6 @@ impl<P: Product> Outputs<'_, P> {
     /// There is a block at each pointer.
     #[inline(always)]
     unsafe fn scaled_block<S: Simd, const M: usize, const N: usize>(
-        &self,
         s: S,
         x: [*const u8; M],
         w: [*const u8; N],
