@@ -1,5 +1,7 @@
 //! Weights, and products with them, as Python sees them.
 
+use std::ops::Range;
+
 use leafkv_core::Isa;
 use leafkv_core::ops::{self, Input, LinearOptions, Precision, WeightKind};
 use pyo3::prelude::*;
@@ -19,7 +21,8 @@ const BRIEF_PRODUCTS: usize = 1 << 20;
 #[pyclass(frozen, module = "leafkv._core")]
 pub(crate) struct Weight {
     weight: ops::Weight<'static>,
-    nbytes: usize,
+    /// Where each part lies.
+    memory: Vec<Range<usize>>,
     /// What the weights lie in.
     _arrays: Vec<Py<PyAny>>,
 }
@@ -32,8 +35,7 @@ impl Weight {
         let Ok(sequence) = parts.cast::<PySequence>() else {
             return Err(unlike("parts", parts, EXPECTED));
         };
-        let (mut rows, mut arrays) = (Vec::new(), Vec::new());
-        let (mut columns, mut nbytes) = (None, 0);
+        let (mut rows, mut arrays, mut memory) = (Vec::new(), Vec::new(), Vec::new());
         for part in sequence.try_iter()? {
             let part = part?;
             let Ok((kind, array)) = part.extract::<(String, Bound<'_, PyAny>)>() else {
@@ -41,26 +43,16 @@ impl Weight {
             };
             let view = View::new("parts", &array)?;
             // SAFETY: the array is kept with the rows, and documented as not to be written to.
-            let (part, width) = unsafe { view.weights(parse_kind(&kind)?)? };
-            if *columns.get_or_insert(width) != width {
-                return Err(invalid(
-                    "parts",
-                    format!(
-                        "got {width} columns beside {}, expected as many",
-                        columns.unwrap_or(0)
-                    ),
-                ));
-            }
-            nbytes += view.shape().iter().product::<usize>() * view.item_size();
-            rows.push(part);
+            rows.push(unsafe { view.weights(parse_kind(&kind)?)? });
+            memory.push(view.extent());
             arrays.push(array.unbind());
         }
-        let Some(columns) = columns else {
+        if rows.is_empty() {
             return Err(unlike("parts", parts, EXPECTED));
-        };
+        }
         Ok(Self {
-            weight: ops::Weight::new(columns, rows).map_err(to_py)?,
-            nbytes,
+            weight: ops::Weight::new(rows).map_err(to_py)?,
+            memory,
             _arrays: arrays,
         })
     }
@@ -87,7 +79,7 @@ impl Weight {
     /// Bytes of all parts.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.nbytes
+        self.memory.iter().map(Range::len).sum()
     }
 
     fn __repr__(&self) -> String {
@@ -98,6 +90,17 @@ impl Weight {
             }
         }
         format!("Weight({rows} x {columns}, {})", kinds.join(" + "))
+    }
+}
+
+impl Weight {
+    /// The view, unless it is of memory that weights are read from.
+    fn apart<'a>(&self, out: View<'a>) -> PyResult<View<'a>> {
+        let (memory, mut parts) = (out.extent(), self.memory.iter());
+        match parts.any(|part| part.start < memory.end && memory.start < part.end) {
+            true => Err(out.wrong("its memory overlaps that of weight")),
+            false => Ok(out),
+        }
     }
 }
 
@@ -140,7 +143,7 @@ pub(crate) fn linear<'py>(
             return Err(invalid("precision", problem));
         }
     };
-    let weight = &weight.get().weight;
+    let weight = weight.get();
     let x = View::new("x", x)?;
     let bias = bias.map(|bias| View::new("bias", bias)).transpose()?;
     let norm = norm.map(|norm| View::new("norm", norm)).transpose()?;
@@ -157,16 +160,22 @@ pub(crate) fn linear<'py>(
                 "got True and a norm, expected one of them",
             ));
         }
-        _ => return Err(invalid("norm", "came without eps or eps without it")),
+        (Some(_), None, _) => {
+            return Err(invalid("eps", "got None and a norm, expected a number"));
+        }
+        (None, Some(eps), _) => {
+            let problem = format!("got {eps} and no norm, expected both or neither");
+            return Err(invalid("eps", problem));
+        }
     };
     let from = x.rows()?;
-    let ([rows, _], [outputs, inputs]) = (from.shape(), weight.shape());
+    let ([rows, _], [outputs, inputs]) = (from.shape(), weight.weight.shape());
     if out.is_none() && add {
         return Err(invalid("add", "got True and no out to add to"));
     }
     let out = out.unwrap_or_else(|| empty(py, [rows, outputs]));
     let read = bias.iter().chain(&norm).chain([&x]);
-    let mut to = View::new("out", &out)?.rows_mut(read)?;
+    let mut to = weight.apart(View::new("out", &out)?)?.rows_mut(read)?;
     let options = LinearOptions {
         input,
         bias: bias.as_ref().map(View::row).transpose()?,
@@ -177,7 +186,7 @@ pub(crate) fn linear<'py>(
     let isa = Isa::current().map_err(to_py)?;
     let brief = rows.saturating_mul(outputs).saturating_mul(inputs) <= BRIEF_PRODUCTS;
     maybe_detach(py, brief, || {
-        ops::linear(isa, &from, weight, &mut to, &options)
+        ops::linear(isa, &from, &weight.weight, &mut to, &options)
     })
     .map_err(to_py)?;
     Ok(out)
@@ -194,14 +203,14 @@ pub(crate) fn embed<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let (py, num_threads) = (weight.py(), optional("num_threads", num_threads)?);
     let ids = ints::<u32>("token_ids", token_ids)?;
-    let weight = &weight.get().weight;
-    let columns = weight.shape()[1];
+    let weight = weight.get();
+    let columns = weight.weight.shape()[1];
     let out = out.unwrap_or_else(|| empty(py, [ids.len(), columns]));
-    let mut to = View::new("out", &out)?.rows_mut([])?;
+    let mut to = weight.apart(View::new("out", &out)?)?.rows_mut([])?;
     let isa = Isa::current().map_err(to_py)?;
     let brief = ids.len() * columns <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || {
-        ops::embed(isa, weight, &ids, &mut to, num_threads)
+        ops::embed(isa, &weight.weight, &ids, &mut to, num_threads)
     })
     .map_err(to_py)?;
     Ok(out)

@@ -1,9 +1,9 @@
 //! Products of activations with weights: `out[t][n] = sum over k of x[t][k] * w[n][k]`, from row-major weights as they are.
 //!
 //! **The arithmetic of an output.** Sum i of as many as there are lanes takes the products of elements k = i, i + lanes, ...,
-//! in this order, one fused multiply-add each (or one dot product of pairs of bfloat16); the sums are added up by the tree
-//! of [`Simd::sum`]; then comes the bias, then what the output held. No output knows of another: they may be computed in any
-//! order, on any thread, in any batch.
+//! in this order, a [`Simd::fma`] each; the sums are added up by the tree of [`Simd::sum`]; then comes the bias, then what
+//! the output held. Where bfloat16 is multiplied as such, it is pairs of elements, a dot product each. No output knows of
+//! another: they may be computed in any order, on any thread, in any batch.
 //!
 //! Both operands are read along their rows, so weights need not be packed, and can be a mapped file. The kernel
 //! (`outputs`) makes M x N outputs at once. For one row of activations, weights stream from memory once, and are widened in
@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::activations::Activations;
-use super::norm::expect_weight;
+use super::norm::{expect_eps, expect_row};
 use super::outputs::{Memory, Piece};
 use super::product::{self, Bfloat16, Float32};
 use super::weight::{Weight, WeightKind};
@@ -69,10 +69,10 @@ pub struct LinearOptions<'a> {
 const ROW_BYTES: usize = 192 << 10;
 /// Rows of activations in a piece of work that are worth reading weights for.
 const LEAST_ROWS: usize = 64;
-/// Bytes of weights in a piece of work, as floats, at most: the second-level cache holds those of a piece and of the next
-/// one, and activations.
+/// Bytes of weights in a piece of work, as floats, where rows are not very long: the second-level cache holds those of a
+/// piece and of the next one, and activations.
 const WEIGHT_BYTES: usize = 192 << 10;
-/// The same where they pass by few rows of activations.
+/// The same where they pass by few rows of activations: no more, for nobody brings the first piece near.
 const STREAM_BYTES: usize = 96 << 10;
 
 /// Products that are shared with threads that are awake, and wake none.
@@ -81,7 +81,8 @@ const SLEEPY_WORK: usize = 1 << 20;
 /// `out = x * weight^T + bias`, or `out += ...`, under one instruction set and the default floating-point mode.
 ///
 /// # Errors
-/// Shapes do not match; the precision is bfloat16 and a weight is not; this CPU lacks `isa`. The output is then untouched.
+/// Shapes do not match; an epsilon is no finite number above 0; the precision is bfloat16 and a weight is not; this CPU
+/// lacks `isa`. The output is then untouched.
 pub fn linear(
     isa: Isa,
     x: &Rows<'_>,
@@ -89,11 +90,10 @@ pub fn linear(
     out: &mut RowsMut<'_>,
     options: &LinearOptions<'_>,
 ) -> Result<()> {
-    let dot = options.precision == Precision::Bfloat16 && fast_bf16(isa);
-    multiply(isa, x, weight, out, options, dot)
+    multiply(isa, x, weight, out, options, fast_bf16(isa))
 }
 
-/// The same; with `dot`, bfloat16 is multiplied as such, where the instruction set can.
+/// The same; with `dot`, bfloat16 is multiplied as such, where that is the precision and the instruction set can.
 pub(super) fn multiply(
     isa: Isa,
     x: &Rows<'_>,
@@ -103,6 +103,8 @@ pub(super) fn multiply(
     dot: bool,
 ) -> Result<()> {
     check(isa, x, weight, out, options)?;
+    let can = matches!(isa, Isa::Avx512Bf16 | Isa::Amx);
+    let dot = dot && can && options.precision == Precision::Bfloat16;
     let threads = threads::resolve(options.num_threads)?;
     let (rows, columns) = (x.shape()[0], weight.shape()[1]);
     if rows == 0 {
@@ -144,12 +146,13 @@ fn check(
     let ([rows, _], [outputs, inputs]) = (x.shape(), weight.shape());
     let gated = matches!(options.input, Input::Gated);
     x.expect("x", [rows, if gated { 2 * inputs } else { inputs }])?;
-    if let Input::Normed { weight, .. } = options.input {
-        expect_weight("norm", &weight, inputs)?;
+    if let Input::Normed { weight, eps } = options.input {
+        expect_row("norm", &weight, inputs)?;
+        expect_eps(eps)?;
     }
     out.expect("out", [rows, outputs])?;
     if let Some(bias) = options.bias {
-        bias.expect("bias", [1, outputs])?;
+        expect_row("bias", &bias, outputs)?;
     }
     let other = |kind: &WeightKind| *kind != WeightKind::Bf16;
     match weight.kinds().find(other) {
@@ -191,14 +194,13 @@ fn row_block(rows: usize, columns: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most)).next_multiple_of(4)
 }
 
-/// Weight rows in a piece of work: a multiple of what the kernel takes at once of them.
+/// Weight rows in a piece of work, so many that the kernel, which takes 8 of them at a time for few rows of activations and
+/// 3 or 4 for many, leaves none over.
 fn weight_block(rows: usize, columns: usize) -> usize {
     let row = 4 * columns;
     if rows < 4 {
-        // By eights. Not many: nobody brings the first piece near.
         return (STREAM_BYTES / row / 8 * 8).clamp(8, 24);
     }
-    // By fours, or threes.
     match WEIGHT_BYTES / row {
         48.. => 48,
         24.. => 24,

@@ -16,7 +16,7 @@ const SUMS: usize = 4;
 /// The squares of a row are added up in float32, in one order for all rows of a length.
 ///
 /// # Errors
-/// Shapes do not match, or this CPU lacks `isa`. Nothing is then written.
+/// Shapes do not match, `eps` is no finite number above 0, or this CPU lacks `isa`. Nothing is then written.
 pub fn rms_norm(
     isa: Isa,
     x: &Rows<'_>,
@@ -26,7 +26,8 @@ pub fn rms_norm(
     num_threads: Option<usize>,
 ) -> Result<()> {
     let [rows, columns] = x.shape();
-    expect_weight("weight", weight, columns)?;
+    expect_row("weight", weight, columns)?;
+    expect_eps(eps)?;
     out.expect("out", x.shape())?;
     let threads = split::threads(x.shape(), num_threads)?;
     let (x, weight) = (*x, *weight);
@@ -44,14 +45,26 @@ pub fn rms_norm(
 }
 
 /// # Errors
-/// The weight is not one row of `n` elements.
-pub(super) fn expect_weight(argument: &'static str, weight: &Rows<'_>, n: usize) -> Result<()> {
-    match weight.shape() {
+/// These are not one row of `n` elements.
+pub(super) fn expect_row(argument: &'static str, rows: &Rows<'_>, n: usize) -> Result<()> {
+    match rows.shape() {
         [1, came] if came != n => Err(Error::invalid(
             argument,
             format!("got {came} elements, expected {n}"),
         )),
-        _ => weight.expect(argument, [1, n]),
+        _ => rows.expect(argument, [1, n]),
+    }
+}
+
+/// # Errors
+/// A row of zeros would become one of NaN.
+pub(super) fn expect_eps(eps: f32) -> Result<()> {
+    match eps > 0.0 && eps.is_finite() {
+        true => Ok(()),
+        false => Err(Error::invalid(
+            "eps",
+            format!("got {eps} in float32, expected a finite number greater than 0"),
+        )),
     }
 }
 

@@ -87,7 +87,7 @@ impl Piece<'_> {
         }
         let sums = scratch.floats(kept + self.outputs * stride / 4);
         let to: *mut u8 = sums.wrapping_add(kept).cast();
-        s.vectorize(Widen::<P> {
+        s.vectorize(MakePlain::<P> {
             piece: self,
             to,
             stride,
@@ -133,14 +133,14 @@ const fn once_a_block<S: Simd, P: Product>() -> bool {
 }
 
 /// Weights made plain: widened, or moved to cache lines of their own, and filled up with zeros to whole blocks.
-struct Widen<'a, P> {
+struct MakePlain<'a, P> {
     piece: Piece<'a>,
     to: *mut u8,
     stride: usize,
     product: PhantomData<P>,
 }
 
-impl<P: Product> Kernel for Widen<'_, P> {
+impl<P: Product> Kernel for MakePlain<'_, P> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -302,6 +302,10 @@ impl<P: Product> Outputs<'_, P> {
         ahead: &mut Ahead,
     ) {
         let piece = &self.piece;
+        debug_assert!(
+            N == 1 || N == most_outputs::<S, P>(M),
+            "prefetching goes by it"
+        );
         let kept = |m: usize| {
             let first = (row + m - section.rows.start) * piece.outputs + n;
             self.sums.wrapping_add(first * S::LANES)
@@ -347,14 +351,14 @@ impl<P: Product> Outputs<'_, P> {
                 if let Some(bias) = piece.options.bias {
                     let bias: *const [f32; N] = bias.row(0).add(column).cast();
                     let bias = bias.read_unaligned();
-                    for n in 0..N {
-                        value[n] += bias[n];
+                    for i in 0..N {
+                        value[i] += bias[i];
                     }
                 }
                 if piece.options.add {
                     let old = out.read_unaligned();
-                    for n in 0..N {
-                        value[n] += old[n];
+                    for i in 0..N {
+                        value[i] += old[i];
                     }
                 }
                 out.write_unaligned(value);

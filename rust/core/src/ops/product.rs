@@ -1,6 +1,6 @@
 //! How a row of weights meets a row of activations, 32 elements at a time, by kind of weights and precision.
 
-use super::weight::BLOCK;
+use super::weight::{BLOCK, WeightKind};
 use crate::simd::Simd;
 
 /// What a block of 32 elements of both is as vectors.
@@ -15,7 +15,8 @@ pub(super) trait Product {
     const PLAIN: bool;
     /// Whether a block has a scale.
     const SCALED: bool = false;
-    /// Tiles of activations that read weights as they are faster than these are made plain first.
+    /// Where there are no more tiles of rows of activations than these, each reads weights as they are: that is then faster
+    /// than making them plain first.
     const TILES: usize = match (Self::PLAIN, Self::SCALED) {
         (true, _) => 8,
         (_, false) => 4,
@@ -45,12 +46,9 @@ pub(super) trait Product {
     unsafe fn make_plain<S: Simd>(s: S, block: *const u8, to: *mut u8);
 }
 
-/// Weights that have a value in float32: exact for all, as no product with a scale needs rounding.
+/// Weights that have a value in float32. No product with a scale needs rounding: only the sum with an offset does, once.
 pub(super) trait Widen {
-    const PLAIN: bool = false;
-    const SCALED: bool = false;
-    /// Bytes of a block.
-    const BYTES: usize;
+    const KIND: WeightKind;
 
     /// # Safety
     /// There is a whole block.
@@ -72,9 +70,9 @@ impl<W: Widen> Product for Float32<W> {
     type X<S: Simd> = S::F32;
     type W<S: Simd> = S::F32;
     type Plain = Float32<F32>;
-    const PLAIN: bool = W::PLAIN;
-    const SCALED: bool = W::SCALED;
-    const BYTES: usize = W::BYTES;
+    const PLAIN: bool = matches!(W::KIND, WeightKind::F32);
+    const SCALED: bool = W::KIND.is_quantized();
+    const BYTES: usize = W::KIND.block_bytes();
     const X_BYTES: usize = 4 * BLOCK;
 
     #[inline(always)]
@@ -113,7 +111,8 @@ impl<W: Widen> Product for Float32<W> {
     }
 }
 
-/// Arithmetic in bfloat16: both sides are pairs, whose products are added up in float32 as the instruction set does it.
+/// Arithmetic in bfloat16: both sides are pairs, whose products are added up in float32 as the instruction set does it. Only
+/// for those that do it in one part.
 pub(super) struct Bfloat16;
 
 impl Product for Bfloat16 {
@@ -126,13 +125,13 @@ impl Product for Bfloat16 {
 
     #[inline(always)]
     fn parts<S: Simd>() -> usize {
-        BLOCK / 2 / S::LANES * S::BF16_PARTS
+        debug_assert_eq!(S::BF16_PARTS, 1);
+        BLOCK / 2 / S::LANES
     }
     #[inline(always)]
     unsafe fn x<S: Simd>(s: S, block: *const u8, part: usize) -> S::Bf16 {
-        let (vector, part) = (part / S::BF16_PARTS, part % S::BF16_PARTS);
         // SAFETY: the caller's promise: a vector is LANES pairs.
-        unsafe { s.load_bf16(block.add(vector * S::LANES * 4), part) }
+        unsafe { s.load_bf16(block.add(part * S::LANES * 4), 0) }
     }
     #[inline(always)]
     unsafe fn scale<S: Simd>(_: S, _: *const u8) -> [f32; 2] {
@@ -198,8 +197,7 @@ mod kinds {
     use super::*;
 
     impl Widen for F32 {
-        const PLAIN: bool = true;
-        const BYTES: usize = 4 * BLOCK;
+        const KIND: WeightKind = WeightKind::F32;
         #[inline(always)]
         unsafe fn widen<S: Simd>(s: S, block: *const u8, part: usize, _: &[f32; 2]) -> S::F32 {
             unsafe { s.load(block.cast::<f32>().add(part * S::LANES)) }
@@ -207,7 +205,7 @@ mod kinds {
     }
 
     impl Widen for F16 {
-        const BYTES: usize = 2 * BLOCK;
+        const KIND: WeightKind = WeightKind::F16;
         #[inline(always)]
         unsafe fn widen<S: Simd>(s: S, block: *const u8, part: usize, _: &[f32; 2]) -> S::F32 {
             unsafe { s.load_f16(block.cast::<u16>().add(part * S::LANES)) }
@@ -215,7 +213,7 @@ mod kinds {
     }
 
     impl Widen for Bf16 {
-        const BYTES: usize = 2 * BLOCK;
+        const KIND: WeightKind = WeightKind::Bf16;
         #[inline(always)]
         unsafe fn widen<S: Simd>(s: S, block: *const u8, part: usize, _: &[f32; 2]) -> S::F32 {
             unsafe { s.load_bf16_wide(block.cast::<u16>().add(part * S::LANES)) }
@@ -223,8 +221,7 @@ mod kinds {
     }
 
     impl Widen for Q8_0 {
-        const SCALED: bool = true;
-        const BYTES: usize = 2 + BLOCK;
+        const KIND: WeightKind = WeightKind::Q8_0;
         #[inline(always)]
         unsafe fn scale<S: Simd>(s: S, block: *const u8) -> [f32; 2] {
             unsafe { s.load_f16_pair(block.cast()) }
@@ -237,8 +234,7 @@ mod kinds {
     }
 
     impl Widen for Q4_0 {
-        const SCALED: bool = true;
-        const BYTES: usize = 2 + BLOCK / 2;
+        const KIND: WeightKind = WeightKind::Q4_0;
         #[inline(always)]
         unsafe fn scale<S: Simd>(s: S, block: *const u8) -> [f32; 2] {
             let [scale, _] = unsafe { s.load_f16_pair(block.cast()) };
@@ -251,8 +247,7 @@ mod kinds {
     }
 
     impl Widen for Q4_1 {
-        const SCALED: bool = true;
-        const BYTES: usize = 4 + BLOCK / 2;
+        const KIND: WeightKind = WeightKind::Q4_1;
         #[inline(always)]
         unsafe fn scale<S: Simd>(s: S, block: *const u8) -> [f32; 2] {
             unsafe { s.load_f16_pair(block.cast()) }

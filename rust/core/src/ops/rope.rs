@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::lanes::{self, Lanes, load, store};
-use super::norm::{expect_weight, scale};
+use super::norm::{expect_eps, expect_row, scale};
 use super::split::{self, Each};
 use super::{Rows, RowsMut};
 use crate::attention::{KvLayer, Side, Slot, check_slots};
@@ -71,8 +71,9 @@ pub fn rope_write_kv(
     cos.expect("cos", [tokens, dims / 2])?;
     sin.expect("sin", [tokens, dims / 2])?;
     if let Some(norms) = norms {
-        expect_weight("q_norm", &norms.query, dims)?;
-        expect_weight("k_norm", &norms.key, dims)?;
+        expect_row("q_norm", &norms.query, dims)?;
+        expect_row("k_norm", &norms.key, dims)?;
+        expect_eps(norms.eps)?;
     }
     if slots.len() != tokens {
         return Err(Error::invalid(

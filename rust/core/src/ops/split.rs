@@ -9,7 +9,7 @@ use crate::{Result, threads};
 /// Fewer elements than this are done before another thread has woken up.
 const ALONE: usize = 1 << 14;
 
-/// Pieces a thread, so that one that comes late or is held up costs little.
+/// Shares a thread, so that one that comes late or is held up costs little.
 const PIECES: usize = 4;
 
 /// What an operation does to rows, to each by itself.
@@ -39,7 +39,7 @@ pub(super) fn run(isa: Isa, rows: usize, threads: usize, work: &impl Each) -> Re
     isa.expect_available()?;
     if threads == 1 {
         let _mode = DefaultMode::enter();
-        isa.dispatch(Piece(work, 0..rows));
+        isa.dispatch(Share(work, 0..rows));
         return Ok(());
     }
     let (piece, next) = (rows.div_ceil(threads * PIECES), AtomicUsize::new(0));
@@ -50,16 +50,16 @@ pub(super) fn run(isa: Isa, rows: usize, threads: usize, work: &impl Each) -> Re
             if first >= rows {
                 return;
             }
-            isa.dispatch(Piece(work, first..rows.min(first + piece)));
+            isa.dispatch(Share(work, first..rows.min(first + piece)));
         }
     });
     Ok(())
 }
 
 /// Rows that one thread does.
-struct Piece<'a, W>(&'a W, Range<usize>);
+struct Share<'a, W>(&'a W, Range<usize>);
 
-impl<W: Each> Dispatch for Piece<'_, W> {
+impl<W: Each> Dispatch for Share<'_, W> {
     type Output = ();
     fn run<S: Simd>(self, s: S) {
         // No matrix unit is needed.
@@ -67,7 +67,7 @@ impl<W: Each> Dispatch for Piece<'_, W> {
     }
 }
 
-impl<W: Each> Kernel for Piece<'_, W> {
+impl<W: Each> Kernel for Share<'_, W> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {

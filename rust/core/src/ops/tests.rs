@@ -33,8 +33,8 @@ impl Random {
 
 /// Bytes of rows of weights, at an odd address, and what they stand for.
 struct Stored {
-    bytes: Vec<u8>,
-    rows: usize,
+    bytes: Box<[u8]>,
+    shape: [usize; 2],
     kind: WeightKind,
     values: Vec<f32>,
 }
@@ -51,16 +51,16 @@ impl Stored {
         }
         assert_eq!(bytes.len(), 1 + rows * kind.row_bytes(columns).unwrap());
         Self {
-            bytes,
-            rows,
+            bytes: bytes.into(),
+            shape: [rows, columns],
             kind,
             values,
         }
     }
 
     fn part(&self) -> WeightRows<'_> {
-        // SAFETY: the vector has just these rows.
-        unsafe { WeightRows::from_raw_parts(self.bytes[1..].as_ptr(), self.rows, self.kind) }
+        // SAFETY: the bytes are just these rows.
+        unsafe { WeightRows::from_raw_parts(self.bytes[1..].as_ptr(), self.shape, self.kind) }
     }
 }
 
@@ -203,11 +203,12 @@ fn kinds(precision: Precision) -> &'static [WeightKind] {
     }
 }
 
-/// Few columns and many, whole blocks and not, as a kind allows; the most are read part by part.
+/// Few columns and many, whole blocks and not, as a kind allows; from 1,301 on they are read part by part, from 2,080 on in
+/// the smallest pieces, and the most part by part even by one row.
 fn columns(kind: WeightKind) -> &'static [usize] {
     match kind.is_quantized() {
-        true => &[32, 64, 576, 1312],
-        false => &[1, 5, 31, 32, 33, 47, 96, 577, 1301],
+        true => &[32, 64, 576, 1312, 2080, 5152],
+        false => &[1, 5, 31, 32, 33, 47, 96, 577, 1301, 2081, 5153],
     }
 }
 
@@ -221,7 +222,7 @@ fn products_equal_the_oracle() {
                     // Two parts, whose outputs are no multiple of anything.
                     let first = Stored::new(&mut random, *kind, 35, columns);
                     let second = Stored::new(&mut random, *kind, 6, columns);
-                    let weight = Weight::new(columns, vec![first.part(), second.part()]).unwrap();
+                    let weight = Weight::new(vec![first.part(), second.part()]).unwrap();
                     let values = [&first.values[..], &second.values].concat();
                     let (x, bias) = (random.floats(rows * columns), random.floats(41));
                     let before = random.floats(rows * 41);
@@ -272,8 +273,8 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_threads_from_weights_anywhere() {
         let cases = kinds(precision)
             .iter()
             .flat_map(|kind| match kind.is_quantized() {
-                true => [(kind, 96), (kind, 1024), (kind, 1312)],
-                false => [(kind, 77), (kind, 1024), (kind, 1301)],
+                true => [(kind, 96), (kind, 1024), (kind, 2080), (kind, 5152)],
+                false => [(kind, 77), (kind, 1024), (kind, 2081), (kind, 5153)],
             });
         for (kind, columns) in cases {
             let stored = Stored::new(&mut random, *kind, 70, columns);
@@ -286,11 +287,11 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_threads_from_weights_anywhere() {
             let parts = cuts.windows(2).map(|cut| {
                 let base = aligned[at + cut[0] * bytes..].as_ptr();
                 // SAFETY: the bytes are these rows.
-                unsafe { WeightRows::from_raw_parts(base, cut[1] - cut[0], *kind) }
+                unsafe { WeightRows::from_raw_parts(base, [cut[1] - cut[0], columns], *kind) }
             });
             let weights = [
-                Weight::new(columns, vec![stored.part()]).unwrap(),
-                Weight::new(columns, parts.collect()).unwrap(),
+                Weight::new(vec![stored.part()]).unwrap(),
+                Weight::new(parts.collect()).unwrap(),
             ];
 
             let most = 130;
@@ -334,7 +335,7 @@ fn normed_and_gated_rows_are_multiplied_as_those_of_the_operations_are() {
             for rows in [1, 5] {
                 let kind = WeightKind::Bf16;
                 let stored = Stored::new(&mut random, kind, 9, columns);
-                let weight = Weight::new(columns, vec![stored.part()]).unwrap();
+                let weight = Weight::new(vec![stored.part()]).unwrap();
                 let product = |x: &Strided, input| {
                     let mut out = vec![0.0; rows * 9];
                     let options = LinearOptions {
@@ -374,19 +375,20 @@ fn quantized_weights_have_the_bits_of_what_they_stand_for() {
     for isa in Isa::available() {
         for kind in WeightKind::ALL {
             let stored = Stored::new(&mut random, kind, 40, 96);
-            let bytes: Vec<u8> = stored.values.iter().flat_map(|x| x.to_le_bytes()).collect();
-            // SAFETY: the vector has just these rows.
-            let plain = unsafe { WeightRows::from_raw_parts(bytes.as_ptr(), 40, WeightKind::F32) };
+            let bytes: Box<[u8]> = stored.values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            // SAFETY: the bytes are just these rows.
+            let plain =
+                unsafe { WeightRows::from_raw_parts(bytes.as_ptr(), [40, 96], WeightKind::F32) };
             for rows in [1, 5] {
                 let x = random.floats(rows * 96);
                 let product = |part| {
-                    let weight = Weight::new(96, vec![part]).unwrap();
+                    let weight = Weight::new(vec![part]).unwrap();
                     let mut out = vec![0.0; rows * 40];
                     let options = LinearOptions::default();
                     let (x, mut rows) =
                         (Rows::from_slice(&x, 96), RowsMut::from_slice(&mut out, 40));
                     linear(isa, &x, &weight, &mut rows, &options).unwrap();
-                    out
+                    out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
                 };
                 assert_eq!(product(stored.part()), product(plain), "{isa} {kind:?}");
             }
@@ -401,7 +403,7 @@ fn nothing_of_one_row_reaches_another() {
         for kind in kinds(precision) {
             let columns = columns(*kind)[3];
             let stored = Stored::new(&mut random, *kind, 33, columns);
-            let weight = Weight::new(columns, vec![stored.part()]).unwrap();
+            let weight = Weight::new(vec![stored.part()]).unwrap();
             let mut x = random.floats(7 * columns);
             x[3 * columns] = f32::NAN;
             x[4 * columns + columns / 2] = f32::INFINITY;
@@ -433,14 +435,14 @@ fn nothing_of_one_row_reaches_another() {
 }
 
 #[test]
-fn rows_of_weights_are_embedded_exactly() {
+fn rows_of_weights_are_embedded_as_what_they_stand_for() {
     let mut random = Random(19);
     for isa in Isa::available() {
         for kind in WeightKind::ALL {
             for &columns in columns(kind) {
                 let first = Stored::new(&mut random, kind, 5, columns);
                 let second = Stored::new(&mut random, WeightKind::F32, 4, columns);
-                let weight = Weight::new(columns, vec![first.part(), second.part()]).unwrap();
+                let weight = Weight::new(vec![first.part(), second.part()]).unwrap();
                 let values = [&first.values[..], &second.values].concat();
                 let ids: Vec<u32> = (0..11).map(|_| random.below(9) as u32).collect();
                 let mut out = Strided::new(&vec![0.0; ids.len() * columns], columns, 4);
@@ -457,30 +459,32 @@ fn rows_of_weights_are_embedded_exactly() {
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
     let data = [0_u8; 4 * 32 * 3];
-    let part = |rows, kind| {
+    let part = |rows, columns, kind| {
         // SAFETY: no kind has more bytes.
-        unsafe { WeightRows::from_raw_parts(data.as_ptr(), rows, kind) }
+        unsafe { WeightRows::from_raw_parts(data.as_ptr(), [rows, columns], kind) }
     };
     let message = |result: Result<(), crate::Error>| result.unwrap_err().to_string();
-    for (columns, parts, problem) in [
-        (32, vec![], "parts: got 0 parts of 32 columns"),
+    for (parts, problem) in [
+        (vec![], "parts: got 0 parts of 0 columns"),
         (
-            0,
-            vec![part(1, WeightKind::F32)],
+            vec![part(1, 0, WeightKind::F32)],
             "parts: got 1 parts of 0 columns",
         ),
         (
-            31,
-            vec![part(1, WeightKind::Q4_0)],
+            vec![part(1, 32, WeightKind::F32), part(1, 31, WeightKind::F32)],
+            "parts: got 31 columns beside 32, expected as many",
+        ),
+        (
+            vec![part(1, 31, WeightKind::Q4_0)],
             "got 31 columns of q4_0, expected a multiple of 32",
         ),
     ] {
-        let result = Weight::new(columns, parts).map(drop);
+        let result = Weight::new(parts).map(drop);
         assert!(message(result.clone()).contains(problem), "{result:?}");
     }
 
     let isa = Isa::available().next().unwrap();
-    let weight = Weight::new(32, vec![part(3, WeightKind::F32)]).unwrap();
+    let weight = Weight::new(vec![part(3, 32, WeightKind::F32)]).unwrap();
     let (x, bias) = ([1.0; 64], [0.0; 3]);
     let mut out = [7.0; 6];
     let mut product = |columns, outputs, options: &LinearOptions<'_>| {
@@ -506,10 +510,18 @@ fn what_does_not_fit_is_refused_by_name() {
         bias: Some(Rows::from_slice(&bias[..2], 2)),
         ..plain
     };
-    assert_eq!(
-        product(32, 3, &options),
-        "bias: got shape [1, 2], expected [1, 3]"
-    );
+    assert_eq!(product(32, 3, &options), "bias: got 2 elements, expected 3");
+    for eps in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let input = Input::Normed {
+            weight: Rows::from_slice(&x[..32], 32),
+            eps,
+        };
+        let problem = product(32, 3, &LinearOptions { input, ..plain });
+        assert!(
+            problem.contains("finite number greater than 0"),
+            "{problem}"
+        );
+    }
     let options = LinearOptions {
         precision: Precision::Bfloat16,
         ..plain

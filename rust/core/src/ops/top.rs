@@ -13,7 +13,7 @@ use crate::simd::{Isa, Simd};
 use crate::{Error, Result};
 
 /// Elements whose largest is found first, and which are looked at one by one only if that is good enough.
-const BLOCK: usize = 64;
+const GROUP: usize = 64;
 
 /// What stands for the best of a row that is no distribution.
 const NOTHING: i64 = -1;
@@ -122,7 +122,7 @@ impl Each for ArgMax<'_> {
 #[inline(always)]
 unsafe fn first_of_largest<S: Simd>(s: S, x: *const f32, n: usize) -> i64 {
     let (mut best, mut at, mut odd) = (f32::NEG_INFINITY, n, s.splat(0.0));
-    for first in (0..n).step_by(BLOCK) {
+    for first in (0..n).step_by(GROUP) {
         // SAFETY: the caller's promise.
         let largest = unsafe { largest(s, x.add(first), n - first, &mut odd) };
         if largest > best {
@@ -137,7 +137,7 @@ unsafe fn first_of_largest<S: Simd>(s: S, x: *const f32, n: usize) -> i64 {
     (at..n).find(is_best).map_or(NOTHING, |i| i as i64)
 }
 
-/// The largest of at most `n` and at most [`BLOCK`] elements. Where one is NaN or plus infinity, some lane of `odd` is 1
+/// The largest of at most `n` and at most [`GROUP`] elements. Where one is NaN or plus infinity, some lane of `odd` is 1
 /// afterwards, and the result means nothing.
 ///
 /// # Safety
@@ -145,7 +145,7 @@ unsafe fn first_of_largest<S: Simd>(s: S, x: *const f32, n: usize) -> i64 {
 #[inline(always)]
 unsafe fn largest<S: Simd>(s: S, x: *const f32, n: usize, odd: &mut S::F32) -> f32 {
     let mut largest = s.splat(f32::NEG_INFINITY);
-    for i in (0..BLOCK).step_by(S::LANES) {
+    for i in (0..GROUP).step_by(S::LANES) {
         if i >= n {
             break;
         }
@@ -167,7 +167,7 @@ impl Each for TopK<'_> {
     #[inline(always)]
     unsafe fn rows<S: Simd>(&self, s: S, rows: Range<usize>) {
         let [_, n] = self.logits.shape();
-        let (mut blocks, mut best) = (vec![], vec![]);
+        let (mut groups, mut best) = (vec![], vec![]);
         for row in rows {
             // SAFETY: the row is there and this thread's, by the caller's promise; places are below n.
             unsafe {
@@ -176,7 +176,7 @@ impl Each for TopK<'_> {
                     self.values.row(row),
                     self.ids.row(row),
                 );
-                find_best(s, x, n, ids.len(), &mut blocks, &mut best);
+                find_best(s, x, n, ids.len(), &mut groups, &mut best);
                 values.fill(f32::NAN);
                 ids.fill(NOTHING);
                 for (i, place) in best.iter().enumerate() {
@@ -198,27 +198,27 @@ unsafe fn find_best<S: Simd>(
     x: *const f32,
     n: usize,
     k: usize,
-    blocks: &mut Vec<Place>,
+    groups: &mut Vec<Place>,
     best: &mut Vec<Place>,
 ) {
-    blocks.clear();
+    groups.clear();
     best.clear();
-    blocks.reserve(n.div_ceil(BLOCK));
+    groups.reserve(n.div_ceil(GROUP));
     let mut odd = s.splat(0.0);
-    for first in (0..n).step_by(BLOCK) {
+    for first in (0..n).step_by(GROUP) {
         // SAFETY: the caller's promise.
         let largest = unsafe { largest(s, x.add(first), n - first, &mut odd) };
-        blocks.push(Place::new(largest, first));
+        groups.push(Place::new(largest, first));
     }
-    // No other block has one of the k best: the largest of each of these comes before all that it has.
-    let bound = keep(blocks, k);
-    let nothing = |block: &Place| block.value() == f32::NEG_INFINITY;
-    if s.maximum(odd) > 0.0 || blocks.iter().all(nothing) {
+    // No other group has one of the k best: the largest of each of these comes before all that it has.
+    let bound = keep(groups, k);
+    let nothing = |group: &Place| group.value() == f32::NEG_INFINITY;
+    if s.maximum(odd) > 0.0 || groups.iter().all(nothing) {
         return;
     }
-    for block in blocks.iter() {
-        let first = block.index();
-        for i in first..n.min(first + BLOCK) {
+    for group in groups.iter() {
+        let first = group.index();
+        for i in first..n.min(first + GROUP) {
             // SAFETY: as above.
             let x = unsafe { x.add(i).read_unaligned() };
             if x >= bound {

@@ -19,7 +19,8 @@ pub enum WeightKind {
     Bf16,
     /// d, 32 signed bytes q: d q.
     Q8_0,
-    /// d, 16 bytes, whose lower halves are the first 16 elements q, the upper ones the others: d (q - 8).
+    /// d, 16 bytes, whose lower halves are the first 16 elements q, the upper ones the others: d (q - 8), where 0 is never
+    /// negative.
     Q4_0,
     /// d, an offset m (f16), and bytes as in `Q4_0`: d q + m.
     Q4_1,
@@ -87,6 +88,7 @@ impl WeightKind {
 pub struct WeightRows<'a> {
     pub(super) base: *const u8,
     pub(super) rows: usize,
+    columns: usize,
     pub(super) kind: WeightKind,
     memory: PhantomData<&'a [u8]>,
 }
@@ -98,11 +100,17 @@ unsafe impl Sync for WeightRows<'_> {}
 
 impl<'a> WeightRows<'a> {
     /// # Safety
-    /// `rows` rows of [`WeightKind::row_bytes`] each are valid for reads during `'a`, and nobody writes them.
-    pub unsafe fn from_raw_parts(base: *const u8, rows: usize, kind: WeightKind) -> Self {
+    /// `rows` rows of [`WeightKind::row_bytes`] of `columns` each are valid for reads during `'a`, and nobody writes them.
+    /// Where no row has so many columns, nothing is read.
+    pub unsafe fn from_raw_parts(
+        base: *const u8,
+        [rows, columns]: [usize; 2],
+        kind: WeightKind,
+    ) -> Self {
         Self {
             base,
             rows,
+            columns,
             kind,
             memory: PhantomData,
         }
@@ -119,13 +127,20 @@ pub struct Weight<'a> {
 
 impl<'a> Weight<'a> {
     /// # Errors
-    /// There is no part, or no column, or the columns are not whole blocks of a part's kind.
-    pub fn new(columns: usize, parts: Vec<WeightRows<'a>>) -> Result<Self> {
+    /// There is no part, or no column, or not as many in each part, or they are not whole blocks of a part's kind.
+    pub fn new(parts: Vec<WeightRows<'a>>) -> Result<Self> {
         let wrong = |problem: String| Err(Error::invalid("parts", problem));
-        if parts.is_empty() || columns == 0 {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        if columns == 0 {
             return wrong(format!(
                 "got {} parts of {columns} columns, expected at least one of each",
                 parts.len()
+            ));
+        }
+        if let Some(part) = parts.iter().find(|part| part.columns != columns) {
+            return wrong(format!(
+                "got {} columns beside {columns}, expected as many",
+                part.columns
             ));
         }
         if let Some(part) = parts.iter().find(|p| p.kind.row_bytes(columns).is_none()) {

@@ -61,6 +61,16 @@ fn upper_halves(bytes: __m512i) -> __m512i {
     upper
 }
 
+/// Rounds to bf16, to nearest even, in the high halves; the low ones are zero.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn round_bf16(a: __m512) -> __m512i {
+    let u = _mm512_castps_si512(a);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32))
+}
+
 /// Lanes `lo..hi` of sixteen.
 #[inline(always)]
 fn lanes(lo: usize, hi: usize) -> __mmask16 {
@@ -305,11 +315,7 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
                 let narrow = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a));
                 _mm256_storeu_si256(words.add(at / 2).cast(), narrow);
             } else {
-                let u = _mm512_castps_si512(a);
-                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
-                let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-                let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-                _mm512_storeu_si512(words.add(at).cast(), high);
+                _mm512_storeu_si512(words.add(at).cast(), round_bf16(a));
             }
         }
     }
@@ -317,12 +323,8 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
     #[inline(always)]
     fn round_bf16(self, a: __m512) -> __m512 {
         unsafe {
-            let u = _mm512_castps_si512(a);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(u), _mm512_set1_epi32(1));
-            let rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-            let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
-            _mm512_mask_mov_ps(_mm512_castsi512_ps(high), nan, a)
+            let rounded = _mm512_castsi512_ps(round_bf16(a));
+            _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a), a)
         }
     }
 

@@ -278,16 +278,21 @@ pub enum Isa {
     Amx,
     /// AArch64.
     Neon,
+    /// As [`Isa::Scalar`], in the shape of AVX-512.
+    #[cfg(test)]
+    Wide,
 }
 
 /// Names of [`Isa`]s, best first.
-const ISAS: [(Isa, &str); 6] = [
+const ISAS: &[(Isa, &str)] = &[
     (Isa::Amx, "amx"),
     (Isa::Avx512Bf16, "avx512-bf16"),
     (Isa::Avx512, "avx512"),
     (Isa::Avx2, "avx2"),
     (Isa::Neon, "neon"),
     (Isa::Scalar, "scalar"),
+    #[cfg(test)]
+    (Isa::Wide, "wide"),
 ];
 
 /// The environment variable that forces an instruction set.
@@ -311,8 +316,8 @@ impl Isa {
 
     /// Every instruction set that this CPU has, best first.
     pub fn available() -> impl Iterator<Item = Self> {
-        ISAS.into_iter()
-            .map(|(isa, _)| isa)
+        ISAS.iter()
+            .map(|(isa, _)| *isa)
             .filter(|isa| isa.is_available())
     }
 
@@ -338,7 +343,9 @@ impl Isa {
     /// Runs `f` with the token of this instruction set; `None` where the CPU lacks it.
     pub(crate) fn dispatch<D: Dispatch>(self, f: D) -> Option<D::Output> {
         match self {
-            Self::Scalar => Some(f.run(scalar::Scalar)),
+            Self::Scalar => Some(f.run(scalar::Scalar::<4, 16>)),
+            #[cfg(test)]
+            Self::Wide => Some(f.run(scalar::Scalar::<16, 32>)),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => avx2::Avx2::detect().map(|s| f.run(s)),
             #[cfg(target_arch = "x86_64")]
@@ -354,9 +361,16 @@ impl Isa {
         }
     }
 
+    /// Whether a multiplication and an addition are not fused.
+    #[cfg(test)]
+    fn rounds_twice(self) -> bool {
+        matches!(self, Self::Scalar | Self::Wide)
+    }
+
     fn parse(name: &str) -> Result<Self> {
         let Some(&(isa, _)) = ISAS.iter().find(|(_, n)| *n == name) else {
-            let known = ISAS.map(|(_, n)| n).join(", ");
+            let known: Vec<_> = ISAS.iter().map(|(_, n)| *n).collect();
+            let known = known.join(", ");
             return Err(Error::invalid(
                 ISA_VARIABLE,
                 format!("{name:?} is not an instruction set; known are {known}"),

@@ -1,18 +1,30 @@
-//! The portable fallback: four lanes of plain Rust, which any compiler vectorizes where it can.
+//! The portable fallback: plain Rust, which any compiler vectorizes where it can. Tests have it with as many lanes and
+//! registers as the widest instruction set, so that what is shaped by those is tested on any CPU.
 
 use half::f16;
 
 use super::{Kernel, MAX_LANES, Simd};
 
+/// N lanes, and how many registers are said to be there.
 #[derive(Clone, Copy)]
-pub(super) struct Scalar;
-
-const N: usize = 4;
-type V = [f32; N];
+pub(super) struct Scalar<const N: usize = 4, const REGISTERS: usize = 16>;
 
 #[inline(always)]
-fn zip(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
+fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
     std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+/// All lanes in one: lane i and lane i + n/2 first.
+#[inline(always)]
+fn halve<const N: usize>(mut a: [f32; N], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut half = N / 2;
+    while half > 0 {
+        for i in 0..half {
+            a[i] = f(a[i], a[i + half]);
+        }
+        half /= 2;
+    }
+    a[0]
 }
 
 /// The two signed halves of a word.
@@ -21,12 +33,19 @@ fn halves(word: u32) -> [i32; 2] {
     [i32::from(word as i16), (word as i32) >> 16]
 }
 
-impl Simd for Scalar {
-    type F32 = V;
+/// Rounds to bf16, to nearest even, in the high half; the low one is zero.
+#[inline(always)]
+fn round_bf16(x: f32) -> u32 {
+    let u = x.to_bits();
+    u.wrapping_add(0x7fff + (u >> 16 & 1)) & 0xffff_0000
+}
+
+impl<const N: usize, const REGISTERS: usize> Simd for Scalar<N, REGISTERS> {
+    type F32 = [f32; N];
     type I32 = [u32; N];
-    type Bf16 = V;
+    type Bf16 = [f32; N];
     const LANES: usize = N;
-    const REGISTERS: usize = 16;
+    const REGISTERS: usize = REGISTERS;
     const BF16_PARTS: usize = 2;
     type Vectors = Self;
 
@@ -41,35 +60,35 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> V {
+    unsafe fn load(self, p: *const f32) -> [f32; N] {
         // SAFETY: the caller vouches for LANES floats.
-        unsafe { p.cast::<V>().read_unaligned() }
+        unsafe { p.cast::<[f32; N]>().read_unaligned() }
     }
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32, a: V) {
+    unsafe fn store(self, p: *mut f32, a: [f32; N]) {
         // SAFETY: as above.
-        unsafe { p.cast::<V>().write_unaligned(a) };
+        unsafe { p.cast::<[f32; N]>().write_unaligned(a) };
     }
     #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> V {
+    unsafe fn load_f16(self, p: *const u16) -> [f32; N] {
         // SAFETY: as above.
         let bits = unsafe { p.cast::<[u16; N]>().read_unaligned() };
         bits.map(|b| f16::from_bits(b).to_f32_const())
     }
     #[inline(always)]
-    unsafe fn load_bf16_wide(self, p: *const u16) -> V {
+    unsafe fn load_bf16_wide(self, p: *const u16) -> [f32; N] {
         // SAFETY: as above.
         let bits = unsafe { p.cast::<[u16; N]>().read_unaligned() };
         bits.map(|b| f32::from_bits(u32::from(b) << 16))
     }
     #[inline(always)]
-    unsafe fn load_i8_wide(self, p: *const u8) -> V {
+    unsafe fn load_i8_wide(self, p: *const u8) -> [f32; N] {
         // SAFETY: as above.
         let bytes = unsafe { p.cast::<[i8; N]>().read_unaligned() };
         bytes.map(f32::from)
     }
     #[inline(always)]
-    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> V {
+    unsafe fn load_u4_wide(self, p: *const u8, upper: bool, scale: f32, offset: f32) -> [f32; N] {
         // SAFETY: as above.
         let bytes = unsafe { p.cast::<[u8; N]>().read_unaligned() };
         bytes.map(|b| f32::from(if upper { b >> 4 } else { b & 15 }) * scale + offset)
@@ -86,106 +105,106 @@ impl Simd for Scalar {
     fn prefetch_near(self, _: *const u8) {}
 
     #[inline(always)]
-    fn splat(self, a: f32) -> V {
+    fn splat(self, a: f32) -> [f32; N] {
         [a; N]
     }
     #[inline(always)]
-    fn add(self, a: V, b: V) -> V {
+    fn add(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |x, y| x + y)
     }
     #[inline(always)]
-    fn sub(self, a: V, b: V) -> V {
+    fn sub(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |x, y| x - y)
     }
     #[inline(always)]
-    fn mul(self, a: V, b: V) -> V {
+    fn mul(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |x, y| x * y)
     }
     #[inline(always)]
-    fn div(self, a: V, b: V) -> V {
+    fn div(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |x, y| x / y)
     }
     #[inline(always)]
-    fn max(self, a: V, b: V) -> V {
+    fn max(self, a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |x, y| if x > y { x } else { y })
     }
     #[inline(always)]
-    fn fma(self, a: V, b: V, c: V) -> V {
+    fn fma(self, a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
         // Without the instruction a fused multiply-add is a library call: two roundings instead, always.
         self.add(self.mul(a, b), c)
     }
     #[inline(always)]
-    fn exponents(self, a: V) -> V {
+    fn exponents(self, a: [f32; N]) -> [f32; N] {
         a.map(|x| f32::from_bits(x.to_bits() << 23))
     }
     #[inline(always)]
-    fn select_below(self, a: V, limit: f32, b: V, c: V) -> V {
+    fn select_below(self, a: [f32; N], limit: f32, b: [f32; N], c: [f32; N]) -> [f32; N] {
         std::array::from_fn(|i| if a[i] < limit { b[i] } else { c[i] })
     }
     #[inline(always)]
-    fn select_lanes(self, lo: usize, hi: usize, a: V, b: V) -> V {
+    fn select_lanes(self, lo: usize, hi: usize, a: [f32; N], b: [f32; N]) -> [f32; N] {
         std::array::from_fn(|i| if lo <= i && i < hi { a[i] } else { b[i] })
     }
     #[inline(always)]
-    fn zip(self, a: V, b: V) -> (V, V) {
-        ([a[0], b[0], a[1], b[1]], [a[2], b[2], a[3], b[3]])
+    fn zip(self, a: [f32; N], b: [f32; N]) -> ([f32; N], [f32; N]) {
+        let from = |first: usize| {
+            std::array::from_fn(|i| {
+                if i % 2 == 0 {
+                    a[first + i / 2]
+                } else {
+                    b[first + i / 2]
+                }
+            })
+        };
+        (from(0), from(N / 2))
     }
     #[inline(always)]
-    fn sum(self, a: V) -> f32 {
-        (a[0] + a[2]) + (a[1] + a[3])
+    fn sum(self, a: [f32; N]) -> f32 {
+        halve(a, |x, y| x + y)
     }
     #[inline(always)]
-    fn sums(self, a: &[V; MAX_LANES]) -> V {
+    fn sums(self, a: &[[f32; N]; MAX_LANES]) -> [f32; N] {
         std::array::from_fn(|i| self.sum(a[i]))
     }
     #[inline(always)]
-    fn maximum(self, a: V) -> f32 {
-        let m = |x: f32, y: f32| if x > y { x } else { y };
-        m(m(a[0], a[2]), m(a[1], a[3]))
+    fn maximum(self, a: [f32; N]) -> f32 {
+        halve(a, |x, y| if x > y { x } else { y })
     }
     #[inline(always)]
-    fn first(self, a: V) -> f32 {
+    fn first(self, a: [f32; N]) -> f32 {
         a[0]
     }
 
     #[inline(always)]
-    unsafe fn load_bf16(self, p: *const u8, part: usize) -> V {
+    unsafe fn load_bf16(self, p: *const u8, part: usize) -> [f32; N] {
         // SAFETY: as above.
         let pairs = unsafe { p.cast::<[[u16; 2]; N]>().read_unaligned() };
         pairs.map(|pair| f32::from_bits(u32::from(pair[part]) << 16))
     }
     #[inline(always)]
-    fn splat_bf16(self, word: u32) -> V {
+    fn splat_bf16(self, word: u32) -> [f32; N] {
         self.splat(f32::from_bits(word))
     }
     #[inline(always)]
-    fn dot_bf16(self, a: V, b: V, c: V) -> V {
+    fn dot_bf16(self, a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
         self.fma(a, b, c)
     }
     #[inline(always)]
-    fn keep_bf16(self, a: V, _: bool) -> V {
+    fn keep_bf16(self, a: [f32; N], _: bool) -> [f32; N] {
         a
     }
     #[inline(always)]
-    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: V) {
-        let bits = a.map(|x| {
-            let u = x.to_bits();
-            u.wrapping_add(0x7fff + (u >> 16 & 1)) & 0xffff_0000
-        });
+    unsafe fn store_bf16(self, words: *mut u32, at: usize, a: [f32; N]) {
+        let bits = a.map(round_bf16);
         // SAFETY: as above.
         unsafe { words.add(at).cast::<[u32; N]>().write_unaligned(bits) };
     }
 
     #[inline(always)]
-    fn round_bf16(self, a: V) -> V {
-        a.map(|x| {
-            let u = x.to_bits();
-            let rounded = u.wrapping_add(0x7fff + (u >> 16 & 1)) & 0xffff_0000;
-            if x.is_nan() {
-                x
-            } else {
-                f32::from_bits(rounded)
-            }
+    fn round_bf16(self, a: [f32; N]) -> [f32; N] {
+        a.map(|x| match x.is_nan() {
+            true => x,
+            false => f32::from_bits(round_bf16(x)),
         })
     }
 
@@ -220,18 +239,22 @@ impl Simd for Scalar {
         unsafe { p.cast::<[u32; N]>().write_unaligned(a) };
     }
     #[inline(always)]
-    fn to_f32(self, a: [u32; N]) -> V {
+    fn to_f32(self, a: [u32; N]) -> [f32; N] {
         a.map(|x| (x as i32) as f32)
     }
     #[inline(always)]
-    unsafe fn store_i16(self, words: *mut u32, at: usize, a: V) {
-        let [n0, n1, n2, n3] = a.map(|x| u32::from(x.round_ties_even() as i16 as u16));
-        // SAFETY: as above.
-        unsafe {
-            words
-                .add(at / 2)
-                .cast::<[u32; 2]>()
-                .write_unaligned([n0 | n2 << 16, n1 | n3 << 16]);
+    unsafe fn store_i16(self, words: *mut u32, at: usize, a: [f32; N]) {
+        let n = a.map(|x| u32::from(x.round_ties_even() as i16 as u16));
+        for group in (0..N).step_by(4) {
+            let two = [
+                n[group] | n[group + 2] << 16,
+                n[group + 1] | n[group + 3] << 16,
+            ];
+            // SAFETY: as above.
+            unsafe {
+                let to = words.add((at + group) / 2).cast::<[u32; 2]>();
+                to.write_unaligned(two);
+            }
         }
     }
 }

@@ -160,7 +160,7 @@ fn floats<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     let [x, y, z] = [random.any(), random.any(), random.any()];
     let [a, b, c] = [x, y, z].map(|x| load(s, &x));
     let fma = |a: f32, b: f32, c: f32| {
-        if isa == Isa::Scalar {
+        if isa.rounds_twice() {
             a * b + c
         } else {
             a.mul_add(b, c)
@@ -313,7 +313,7 @@ fn bf16_pairs<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     for i in 0..S::LANES {
         let terms = [0, 1].map(|j| wide(pairs[i][j]) * wide(factor[j]));
         check("of both", all[i], sum[i], terms);
-        if parts == 2 && isa != Isa::Scalar {
+        if parts == 2 && !isa.rounds_twice() {
             let [x, y] = [0, 1].map(|j| (wide(pairs[i][j]), wide(factor[j])));
             same(
                 all[i],

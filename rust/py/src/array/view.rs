@@ -185,7 +185,7 @@ impl<'a> View<'a> {
     }
 
     /// The addresses between its first and its last byte.
-    fn extent(&self) -> Range<usize> {
+    pub(crate) fn extent(&self) -> Range<usize> {
         if self.is_empty() {
             return 0..0;
         }
