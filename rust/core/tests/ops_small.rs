@@ -11,7 +11,8 @@ use std::ops::Range;
 use attention_support::{Cache, DTYPES, Heads, Order, POISON, number};
 use leafkv_core::attention::{KvDtype, Side, Vectors, write_kv};
 use leafkv_core::ops::{
-    HeadNorms, Projected, Rows, RowsMut, argmax, rms_norm, rope_write_kv, silu_mul, top_k,
+    HeadNorms, LinearOptions, Projected, Rows, RowsMut, Weight, WeightKind, WeightRows, argmax,
+    embed, linear, rms_norm, rope_write_kv, silu_mul, top_k,
 };
 use leafkv_core::{Error, Isa};
 
@@ -641,6 +642,58 @@ fn shapes_that_do_not_match_are_refused_before_anything_is_written() {
     }
 }
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const SMALL: [usize; 2] = [50, 576];
+
+/// Weights whose elements, or scales, are denormal.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn small_weights(kind: WeightKind) -> Vec<u8> {
+    let element = noise(15, 1e-38);
+    let mut bytes = Vec::new();
+    for i in 0..SMALL[0] * SMALL[1] {
+        match kind {
+            WeightKind::F32 => bytes.extend(element(i, 0).to_ne_bytes()),
+            WeightKind::F16 => bytes.extend(((i * 7 % 1000) as u16).to_ne_bytes()),
+            _ => {
+                if i % 32 == 0 {
+                    bytes.extend((1 + (i / 32 % 9) as u16).to_ne_bytes());
+                }
+                bytes.push((i * 5 % 256) as u8);
+            }
+        }
+    }
+    bytes
+}
+
+/// Products of one row and of many with such weights, and the weights as floats.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn multiplied(
+    isa: Isa,
+    kind: WeightKind,
+    bytes: &[u8],
+    x: &Matrix,
+    threads: usize,
+) -> [Vec<Vec<u32>>; 2] {
+    // SAFETY: the bytes are such rows.
+    let part = unsafe { WeightRows::from_raw_parts(bytes.as_ptr(), SMALL, kind) };
+    let weight = Weight::new(vec![part]).unwrap();
+    let options = LinearOptions {
+        num_threads: Some(threads),
+        ..LinearOptions::default()
+    };
+    let product = |x: Rows<'_>| {
+        let mut out = Matrix::poison([x.shape()[0], SMALL[0]]);
+        linear(isa, &x, &weight, &mut out.rows_mut(), &options).unwrap();
+        out.bits()
+    };
+    let mut products = product(x.part(0..1));
+    products.extend(product(x.rows()));
+    let mut out = Matrix::poison(SMALL);
+    let ids: Vec<u32> = (0..SMALL[0] as u32).collect();
+    embed(isa, &weight, &ids, &mut out.rows_mut(), Some(threads)).unwrap();
+    [products, out.bits()]
+}
+
 /// Denormals, coming in and going out, and numbers that are rounded.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[test]
@@ -657,6 +710,16 @@ fn modes_of_the_caller_change_nothing() {
     };
     let mut tokens = Tokens::new(heads, 40, false);
     tokens.qkv = Matrix::new([40, 15 * 64], noise(14, 1e-38));
+    // Denormal products, of denormal weights or scales.
+    let products = [
+        (WeightKind::F32, 3.0),
+        (WeightKind::F16, 1e-33),
+        (WeightKind::Q8_0, 1e-35),
+    ]
+    .map(|(kind, factor)| {
+        let x = Matrix::new([40, SMALL[1]], noise(16, factor));
+        (kind, small_weights(kind), x)
+    });
     for isa in Isa::available() {
         let run = |mode, threads| {
             under(mode, || {
@@ -667,14 +730,21 @@ fn modes_of_the_caller_change_nothing() {
                     silu(isa, &tiny.rows(), threads).bits(),
                     tokens.run(isa, &mut cache, 0..40, threads).bits(),
                 ];
+                let products = products
+                    .each_ref()
+                    .map(|(kind, bytes, x)| multiplied(isa, *kind, bytes, x, threads));
                 let ids = [
                     first(isa, &tiny.rows(), threads),
                     best(isa, &tiny.rows(), 9, threads).1,
                 ];
-                (rows, ids, cache.memory().concat())
+                (rows, products, ids, cache.memory().concat())
             })
         };
         let want = run(mode(), 1);
+        let denormal = |bits: &u32| f32::from_bits(*bits).is_subnormal();
+        for [products, _] in &want.1 {
+            assert!(products.iter().flatten().any(denormal), "{isa}");
+        }
         for (mode, threads) in MODES.into_iter().flat_map(|mode| [(mode, 1), (mode, 2)]) {
             assert!(
                 run(mode, threads) == want,
