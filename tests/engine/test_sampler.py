@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from leafkv import SamplingParams
 from leafkv.engine.request import Request
-from leafkv.engine.sampler import INVALID, draw, likelihoods, sample
+from leafkv.engine.sampler import HEAD, INVALID, draw, likelihoods, sample
 
 from .rig import Rig
 from .toy import ToyModel
@@ -19,7 +19,8 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
 
 def kept(logits: NDArray[np.float32] = LOGITS, **options: Any) -> list[int]:
-    return list(np.flatnonzero(likelihoods(logits, SamplingParams(**options))))
+    tokens, weights = likelihoods(logits, SamplingParams(**options))
+    return list(tokens[weights > 0.0])
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,37 @@ def test_equals_are_kept_together() -> None:
     assert kept(tie, top_p=0.2) == [1, 2]
 
 
+def by_definition(logits: NDArray[np.float32], params: SamplingParams) -> list[int]:
+    """What is kept, by sorting all of it."""
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / params.temperature)
+    keep = weights >= params.min_p
+    if params.top_k > 0:
+        keep &= logits >= np.sort(logits)[::-1][: params.top_k][-1]
+    weights[~keep] = 0.0
+    descending = np.sort(weights)[::-1]
+    mass = descending.cumsum() / weights.sum()
+    return list(np.flatnonzero((weights > 0.0) & (weights >= descending[np.argmax(mass >= params.top_p)])))
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 40, 2_000, 3_000])
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.99])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+@pytest.mark.parametrize("temperature", [0.7, 4.0])
+def test_few_and_many_are_kept_as_by_definition(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    """At the higher temperature top-p keeps more than are looked at first."""
+    logits = np.random.default_rng(3).normal(scale=3.0, size=5_000).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = by_definition(logits, params)
+    assert kept(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) == expected
+    if (temperature, top_k, top_p, min_p) == (4.0, 0, 0.99, 0.0):
+        assert len(expected) > HEAD
+
+
 def test_frequencies_are_the_probabilities() -> None:
     params = SamplingParams(temperature=0.7, top_k=4, top_p=0.95)
-    weights = likelihoods(LOGITS, params)
-    expected = weights / weights.sum()
+    tokens, weights = likelihoods(LOGITS, params)
+    expected = np.zeros(5)
+    expected[tokens] = weights / weights.sum()
     n = 20_000
     counts = np.bincount([draw(LOGITS, params, 11, i) for i in range(n)], minlength=5)
     # Five standard deviations; the draws are the same in every run.
