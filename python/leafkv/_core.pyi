@@ -1,4 +1,7 @@
-"""The compiled core: block bookkeeping and paged attention. Import these names from ``leafkv``."""
+"""The compiled core: block bookkeeping, paged attention, and what a decoder computes around it.
+
+Import the names of the first two from ``leafkv``; those of the last are what `leafkv.models` is made with.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -562,7 +565,8 @@ class Weight:
 
     Args:
         parts: ``(kind, array)`` pairs, whose rows follow one another; each contiguous, at any alignment, a mapped file
-            for example. ``float32``: float32 [rows, columns]; ``float16``: float16; ``bfloat16``: uint16, the bits.
+            for example. ``float32``: float32 [rows, columns]; ``float16``: float16; ``bfloat16``: bfloat16 of
+            ml_dtypes, or uint16, the bits.
             ``q8_0``, ``q4_0``, ``q4_1``: uint8 [rows, bytes of a row], blocks of 32 columns as GGUF files have them
             (34, 18, 20 bytes), which begin with a float16 scale d. Elements q are 8-bit integers, standing for d q,
             or 4 bits wide, standing for d (q - 8), or, with a float16 offset m behind d, d q + m.
@@ -601,12 +605,14 @@ def linear(
 
     **Bit-equal in any batch**: under one instruction set, a row's result depends on that row, the weights and the
     options alone. Weights of any kind are what they stand for in float32, exactly; sums are in float32, in one order.
+    With precision "bfloat16" on AVX-512 with BF16 it depends on the CPU's maker, too: on AMD's, pairs are multiplied as
+    such, on Intel's they are widened, which is faster there.
 
     Args:
         x: float32 [T, columns], rows contiguous, at any stride and alignment.
         weight: a matrix [rows, columns].
         norm: float32 [columns]; with ``eps``, ``rms_norm(x, norm, eps)`` is multiplied, bit for bit, in one call.
-        eps: goes with ``norm``.
+        eps: goes with ``norm``; a finite number greater than 0.
         gated: ``x`` is [T, 2 columns], and ``silu_mul(x)`` is multiplied, likewise.
         bias: float32 [rows].
         out: float32 [T, rows] to write to, apart from all that is read; a new array by default.
@@ -629,7 +635,7 @@ def embed(
     out: NDArray[np.float32] | None = None,
     num_threads: int | None = None,
 ) -> NDArray[np.float32]:
-    """Rows ``token_ids`` [T] of ``weight`` as float32 [T, columns], exactly.
+    """Rows ``token_ids`` [T] of ``weight`` as float32 [T, columns]: what they stand for, exactly.
 
     Raises:
         InvalidInputError: an argument is malformed, or there is no such row. Nothing is then written.
@@ -650,7 +656,7 @@ def rms_norm(
     Args:
         x: float32 [T, n], rows contiguous, at any stride and alignment.
         weight: float32 [n], contiguous.
-        eps: added to the mean.
+        eps: added to the mean; a finite number greater than 0.
         out: float32 [T, n] to write to, ``x`` itself or apart from all that is read; a new array by default.
         num_threads: threads to use, or None for all available.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ def test_linear_is_a_product(kind: str) -> None:
     array, values = halves(MATRIX)[kind]
     weight = Weight([(kind, array)])
     assert (weight.shape, weight.kinds, weight.nbytes) == ((OUTPUTS, COLUMNS), (kind,), array.nbytes)
+    if kind == "bfloat16":
+        weight = Weight([(kind, array.view(ml_dtypes.bfloat16))])
     x, bias, before = noise(ROWS, COLUMNS), noise(OUTPUTS), noise(ROWS, OUTPUTS)
     product = linear(x, weight)
     np.testing.assert_allclose(product, x.astype(np.float64) @ values.T, rtol=1e-5, atol=1e-5)
@@ -73,10 +76,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"x: got shape \[5, 40\], expected \[5, 80\]", {"gated": True}),
     (r"norm: got 39 elements, expected 40", {"norm": noise(39), "eps": EPS}),
     (r"norm: got float64", {"norm": np.ones(COLUMNS), "eps": EPS}),
-    (r"norm: came without eps", {"norm": noise(COLUMNS)}),
-    (r"norm: came without eps", {"eps": EPS}),
+    (r"eps: got None and a norm, expected a number", {"norm": noise(COLUMNS)}),
+    (r"eps: got 1e-5 and no norm, expected both or neither", {"eps": EPS}),
+    (r"eps: got 0 in float32, expected a finite number greater than 0", {"norm": noise(COLUMNS), "eps": 1e-50}),
+    (r"eps: got NaN in float32", {"norm": noise(COLUMNS), "eps": float("nan")}),
     (r"gated: got True and a norm", {"norm": noise(COLUMNS), "eps": EPS, "gated": True}),
-    (r"bias: got shape \[1, 6\]", {"bias": noise(6)}),
+    (r"bias: got 6 elements, expected 7", {"bias": noise(6)}),
     (r"out: got shape \[4, 7\]", {"out": OUT[:4]}),
     (r"out: .*overlaps that of bias", {"bias": OUT[0]}),
     (r"out: .*overlaps that of x", {"x": np.zeros(300, np.float32)[:200].reshape(5, 40), "out": ...}),
@@ -94,6 +99,18 @@ def test_what_does_not_fit_is_refused_and_nothing_written(problem: str, options:
     with pytest.raises(InvalidInputError, match=problem):
         linear(**arguments)
     assert (OUT == 7).all()
+
+
+def test_out_is_apart_from_weights() -> None:
+    matrix = noise(COLUMNS, COLUMNS)
+    weight, before = Weight([("float16", halves(MATRIX)["float16"][0]), ("float32", matrix[3:])]), matrix.copy()
+    x = noise(3, COLUMNS)
+    with pytest.raises(InvalidInputError, match="out: its memory overlaps that of weight"):
+        linear(x, Weight([("float32", matrix)]), out=matrix[:3])
+    with pytest.raises(InvalidInputError, match="out: its memory overlaps that of weight"):
+        embed(weight, np.arange(3), out=matrix[1:4])
+    embed(weight, np.arange(3), out=matrix[:3])
+    np.testing.assert_array_equal(matrix[3:], before[3:])
 
 
 def test_add_needs_something_to_add_to() -> None:

@@ -169,6 +169,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (r"out: strides \[4, 4\] of shape \[4, 6\] put rows onto each other", x, {"out": overlapping(4, 6)}),
         (r"out: its memory overlaps that of x", buffer[1:], {"out": buffer[:4]}),
         (r"out: its memory overlaps that of weight", x, {"weight": buffer[2], "out": buffer[:4]}),
+        (r"eps: got 0 in float32, expected a finite number greater than 0", x, {"eps": 1e-50}),
         (r"num_threads: got 0 \(int\), expected an int of at least 1", x, {"num_threads": 0}),
     ]
     for message, rows, options in bad:
@@ -233,6 +234,7 @@ def test_rope_write_kv_refuses_what_does_not_fit_before_writing() -> None:
         (r"out: its memory overlaps that of value_cache", {"out": values[:2].reshape(2, -1, 8)[:, :3]}),
         (r"out: its memory overlaps that of k_norm", {"q_norm": weight, "k_norm": out[1, 1], "eps": EPS}),
         (r"q_norm: came without another one of q_norm, k_norm and eps", {"q_norm": weight}),
+        (r"eps: got inf in float32", {"q_norm": weight, "k_norm": weight, "eps": float("inf")}),
         (r"q_norm: got 7 elements, expected 8", {"q_norm": weight[1:], "k_norm": weight, "eps": EPS}),
         (r"k_norm: got float32 of shape \[2, 4\]", {"q_norm": weight, "k_norm": cos, "eps": EPS}),
         (r"k_scale: came alone", {"k_scale": noise(4, KV_HEADS, 16)}),

@@ -1,4 +1,4 @@
-"""Language models of the Llama family in numpy, read from GGUF files and Hugging Face directories."""
+"""Language models of the Llama family, from GGUF files and Hugging Face directories, on the operations of the core."""
 
 from __future__ import annotations
 

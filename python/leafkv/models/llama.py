@@ -6,20 +6,21 @@ A layer is ``x += attention(norm(x))``, then ``x += mlp(norm(x))``. Options of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from leafkv.models.ops import buffers, embed, linear, rope_write_kv
+from leafkv._core import embed, linear, rope_write_kv
 from leafkv.models.rope import Rope
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from leafkv._core import Weight
     from leafkv.models.batch import Batch, Cache
     from leafkv.models.config import ModelConfig
-    from leafkv.models.ops import Weight
     from leafkv.models.parameters import Weights
 
     F32 = NDArray[np.float32]
@@ -114,3 +115,19 @@ class LlamaModel:
             linear(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, bias=layer.gate_up_bias, out=gate_up, **product)
             linear(gate_up, layer.down, gated=True, bias=layer.down_bias, out=x, add=True, **product)
         return linear(x[batch.logit_rows], self._lm_head, norm=self._norm, eps=eps, **product)
+
+
+LINE = 64
+"""Bytes of a cache line: rows that begin on one are read fastest, and need not be copied."""
+
+
+def buffers(*shapes: tuple[int, ...]) -> list[NDArray[np.float32]]:
+    """Arrays of these shapes to write to, each beginning on a cache line."""
+    sizes = [-(-4 * math.prod(shape) // LINE) * LINE for shape in shapes]
+    memory = np.empty(sum(sizes) + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    arrays = []
+    for shape, size in zip(shapes, sizes, strict=True):
+        arrays.append(memory[start : start + 4 * math.prod(shape)].view(np.float32).reshape(shape))
+        start += size
+    return arrays

@@ -1,9 +1,12 @@
 //! LeafKV's core: everything that has to be fast or provably right, and no Python.
 //!
-//! The crate is two independent halves that share only [`Error`]:
+//! The crate is three parts:
 //!
-//! * **Bookkeeping** ([`KvManager`]): who owns which block, and which prefixes are already computed.
+//! * **Bookkeeping** ([`KvManager`]): who owns which block, and which prefixes are already computed. It shares only [`Error`]
+//!   with the others.
 //! * **Attention** ([`attention`]): reading and writing the KV memory that those blocks name.
+//! * **Operations** ([`ops`]): what a decoder computes around attention. One of them, [`ops::rope_write_kv`], writes that
+//!   memory, too.
 
 pub mod attention;
 mod batch;

@@ -164,7 +164,7 @@ pub(crate) fn linear<'py>(
             return Err(invalid("eps", "got None and a norm, expected a number"));
         }
         (None, Some(eps), _) => {
-            let problem = format!("got {eps} and no norm, expected both or neither");
+            let problem = format!("got {eps:?} and no norm, expected both or neither");
             return Err(invalid("eps", problem));
         }
     };

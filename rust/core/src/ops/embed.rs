@@ -9,7 +9,7 @@ use super::weight::{Weight, WeightKind};
 use crate::simd::{Isa, Simd};
 use crate::{Error, Result};
 
-/// Row `ids[t]` of `weight` to row t of `out`: exactly, whatever the kind of weights.
+/// Row `ids[t]` of `weight` to row t of `out`: what it stands for, exactly.
 ///
 /// # Errors
 /// Shapes do not match, there is no such row, or this CPU lacks `isa`. The output is then untouched.

@@ -1,4 +1,4 @@
-//! The one exponential of the attention kernel: scores to weights, and the factors of the merge; and the hyperbolic
+//! The one exponential: of scores to weights and the factors of the merge in attention, and in silu; and the hyperbolic
 //! tangent that soft-capped scores go through.
 #![allow(clippy::needless_range_loop)] // indices name vectors of several arrays at once
 
