@@ -69,14 +69,14 @@ bench-serving: $(VENV)/.bench
 	$(PYTHON_PEERS) -m benches.profile_step --cache $(SERVING_CACHE) --out target/profile.md
 	$(BIN)/python -m benches.report_serving target/serving.json --profile target/profile.md
 
-## test-free-threaded: the KV manager and attention on free-threaded Python, from its wheel
+## test-free-threaded: the KV manager, attention and a model's operations on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev
 	@$(IF_FREE_THREADED) || { echo "test-free-threaded: skipped, $(NO_FREE_THREADED)"; exit 0; }; set -ex; \
 	rm -rf .venv-free-threaded; \
 	$(PYTHON_FREE_THREADED) -m venv .venv-free-threaded; \
 	$(WHEEL) --interpreter $(PYTHON_FREE_THREADED) --out .venv-free-threaded/wheel; \
 	.venv-free-threaded/bin/python -m pip install --quiet 'ml-dtypes>=0.4' 'pytest>=8' .venv-free-threaded/wheel/*.whl; \
-	.venv-free-threaded/bin/python -W error -m pytest tests/kv tests/attention
+	.venv-free-threaded/bin/python -W error -m pytest tests/kv tests/attention $(TESTS_OF_OPERATIONS)
 
 ## wheels: the source distribution, the abi3 wheel, and the one for free-threaded Python, in dist/
 wheels: $(VENV)/.dev
@@ -87,6 +87,8 @@ wheels: $(VENV)/.dev
 	@$(IF_FREE_THREADED) || echo "wheels: that for free-threaded Python could not be tried, $(NO_FREE_THREADED)"
 	@ls dist
 
+# Those of models that need no extra.
+TESTS_OF_OPERATIONS = $(addprefix tests/models/test_, ops.py linear.py threads.py)
 WHEEL = $(BIN)/maturin build --release --locked
 IF_FREE_THREADED = $(PYTHON_FREE_THREADED) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED"))' 2>/dev/null
 NO_FREE_THREADED = '$(PYTHON_FREE_THREADED)' is missing or not free-threaded: set PYTHON_FREE_THREADED=...

@@ -2,9 +2,12 @@
 
     python -m benches.profile_step --cache target/serving --kinds F32,Q4_1 --batches 1,16 --out profile.md
 
-A step is timed as it is: the last ones of a decoding batch, or all of a new prompt. Its calls of the extension are then
-recorded and made again, one after another, without the code around them: what they take less is Python's, the engine
-and the model's. Made once more, each is timed by itself.
+Steps of the engine take turns. One is timed as it is. Of the next one the calls of the extension are recorded and, at
+once, made again without the code around them, all together, and then each timed by itself. What they take less than the
+step before is Python's: the engine, the model, and what a step does but once (block tables, the plan of attention,
+sampling). The table has the median of these paired differences, in which a change of the machine's speed cancels, and
+the bounds of it, at some 95 % confidence: if zero lies between them, Python is lost in the noise. A prompt takes turns
+as a whole.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,11 +27,13 @@ from unittest.mock import patch
 import numpy as np
 from benches.serving_engines import LeafKV
 from benches.serving_models import Models
+from numpy.typing import NDArray
 
 from leafkv import SamplingParams
 from leafkv.models import llama
 
-STEPS, REPLAYS = 48, 24
+STEPS, RUNS, PROMPTS = 48, 3, 12
+"""Of decoding, steps of a run and runs; and runs of a prompt. Turns are pairs: the first and the last are even."""
 OPERATIONS = ("embed", "linear", "rope_write_kv")
 Call = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -46,41 +52,62 @@ class Work:
     def decodes(self) -> bool:
         return self.new > 1
 
-    def run(self, llm: Any, new: int | None = None) -> None:
+    def run(self, llm: Any, new: int | None = None) -> int:
+        """How many steps that takes."""
         # What was asked before is cached: good for decoding, and no prompt at all otherwise.
         random = np.random.default_rng(0 if self.decodes else next(self.seeds))
         prompts = [random.integers(1000, 40_000, self.prompt).tolist() for _ in range(self.batch)]
         params = SamplingParams(temperature=0.0, max_tokens=new or self.new, ignore_eos=True, detokenize=False)
+        before = llm.stats().steps
         llm.generate(prompts, params, use_tqdm=False)
+        return int(llm.stats().steps - before)
 
-    def seconds(self, llm: Any) -> float:
-        laps, step = [], llm.engine.step
 
-        def timed() -> Any:
+class Turns:
+    """An engine's step, in turns of some steps: timed, replayed, timed, replayed, ... All figures are in seconds."""
+
+    def __init__(self, engine: Any, length: int) -> None:
+        self.model, self.step, self.length = engine.model, engine.step, length
+        self.done = 0
+        # By pair of turns.
+        self.steps: dict[int, float] = defaultdict(float)
+        self.replays: dict[int, float] = defaultdict(float)
+        self.each: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self.costs: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
+        """Of all turns: calls, bytes that linear layers read, operations that they compute."""
+
+    def __call__(self) -> Any:
+        pair, replayed = divmod(self.done // self.length, 2)
+        self.done += 1
+        if not replayed:
             start = time.perf_counter()
-            outputs = step()
-            laps.append(time.perf_counter() - start)
+            outputs = self.step()
+            self.steps[pair] += time.perf_counter() - start
             return outputs
+        outputs, calls = self.record()
+        # At once: what the calls read and write is there until the next step.
+        start = time.perf_counter()
+        for _, function, args, kwargs in calls:
+            function(*args, **kwargs)
+        self.replays[pair] += time.perf_counter() - start
+        for name, function, args, kwargs in calls:
+            start = time.perf_counter()
+            function(*args, **kwargs)
+            self.each[name][pair] += time.perf_counter() - start
+        for name, _, args, _ in calls:
+            self.costs[name] += cost(name, args)
+        return outputs
 
-        with patch.object(llm.engine, "step", timed):
-            self.run(llm)
-        return median(laps[-self.new // 2 :]) if self.decodes else sum(laps)
-
-    def calls(self, llm: Any) -> list[Call]:
-        """Of the last step, or of all."""
+    def record(self) -> tuple[Any, list[Call]]:
         calls: list[Call] = []
-        model = llm.engine.model
-        forward = model.forward
+        forward = self.model.forward
 
-        def record(step: Any, cache: Any) -> Any:
-            if self.decodes:
-                calls.clear()
+        def recorded(step: Any, cache: Any) -> Any:
             return forward(replace(step, plan=Plan(calls, step.plan)), cache)
 
         functions: dict[str, Any] = {name: recording(calls, name, getattr(llama, name)) for name in OPERATIONS}
-        with patch.multiple(llama, **functions), patch.object(model, "forward", record):
-            self.run(llm)
-        return calls
+        with patch.multiple(llama, **functions), patch.object(self.model, "forward", recorded):
+            return self.step(), calls
 
 
 def recording(calls: list[Call], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,41 +124,31 @@ class Plan:
         self.attend = recording(calls, "attend", plan.attend)
 
 
-def rates(calls: list[Call], seconds: float) -> str:
-    """What linear layers of one shape read and compute."""
-    if not calls[0][0].startswith("linear"):
-        return " | "
-    read = sum(args[1].nbytes for _, _, args, _ in calls)
-    computed = sum(2 * len(args[0]) * args[1].shape[0] * args[1].shape[1] for _, _, args, _ in calls)
-    return f"{read / seconds / 1e9:.1f} | {computed / seconds / 1e9:.0f}"
+def cost(name: str, args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """1, and what a linear layer reads and computes."""
+    if not name.startswith("linear"):
+        return 1, 0, 0
+    rows, weight = len(args[0]), args[1]
+    return 1, weight.nbytes, 2 * rows * weight.shape[0] * weight.shape[1]
 
 
 def profile(llm: Any, kind: str, work: Work) -> list[str]:
     work.run(llm, new=4)
-    calls = work.calls(llm)
-    steps, replays, each = [], [], defaultdict(list)
-    for _ in range(3):  # in turns: the machine is not always equally fast
-        steps.append(work.seconds(llm))
-        for _ in range(REPLAYS // 3 if work.decodes else 2):
-            start = time.perf_counter()
-            for _, function, args, kwargs in calls:
-                function(*args, **kwargs)
-            replays.append(time.perf_counter() - start)
-            spent: dict[str, float] = defaultdict(float)
-            for name, function, args, kwargs in calls:
-                start = time.perf_counter()
-                function(*args, **kwargs)
-                spent[name] += time.perf_counter() - start
-            for name, seconds in spent.items():
-                each[name].append(seconds)
-    step, replay = median(steps), median(replays)
+    turns = Turns(llm.engine, 1 if work.decodes else work.run(llm))
+    with patch.object(llm.engine, "step", turns):
+        for _ in range(RUNS if work.decodes else PROMPTS):
+            work.run(llm)
+    step = median(turns.steps.values())
     lines = [f"| {kind}, {work.name} | calls | ms | share | GB/s | GFLOP/s |", "|---|--:|--:|--:|--:|--:|"]
-    for name, samples in each.items():
-        same, seconds = [call for call in calls if call[0] == name], median(samples)
-        share = f"{len(same)} | {1e3 * seconds:.2f} | {seconds / step:.1%}"
-        lines.append(f"| {name} | {share} | {rates(same, seconds)} |")
-    rest = max(0.0, step - replay)
-    lines.append(f"| Python | | {1e3 * rest:.2f} | {rest / step:.1%} | | |")
+    for name, samples in turns.each.items():
+        seconds = median(samples.values())
+        calls, read, computed = turns.costs[name] / len(turns.replays)
+        rates = f"{read / seconds / 1e9:.1f} | {computed / seconds / 1e9:.0f}" if read else " | "
+        lines.append(f"| {name} | {calls:.0f} | {1e3 * seconds:.2f} | {seconds / step:.1%} | {rates} |")
+    rests = sorted(1e3 * (turns.steps[pair] - replay) for pair, replay in turns.replays.items())
+    rest, outside = median(rests), max(0, int(len(rests) / 2 - sqrt(len(rests))))
+    bounds = f"({rests[outside]:.2f} to {rests[-1 - outside]:.2f})"
+    lines.append(f"| Python | | {rest:.2f} {bounds} | {rest / 1e3 / step:.1%} | | |")
     return [*lines, f"| all | | {1e3 * step:.2f} | | | |", ""]
 
 

@@ -40,11 +40,11 @@ def test_tensors_are_mapped_as_they_are_stored(kind: str, tmp_path: Path) -> Non
     np.testing.assert_array_equal(gate_up, np.concatenate(rows).astype(np.float32), strict=True)
     bias = [values[f"model.layers.0.self_attn.{x}_proj.bias"] for x in "qkv"]
     np.testing.assert_array_equal(weights["layers.0.qkv_bias"], np.concatenate(bias).astype(np.float32), strict=True)
-    # What is computed is what float32 weights of these values give.
+    # What is computed is what float32 weights of these values give, to the bit.
     exact = {name: array.astype(np.float32) for name, array in values.items()}
     ours, theirs = (load_model(path).model for path in (tmp_path, write_hf(tmp_path / "exact", raw, exact)))
     for left, right in zip(run(ours, sequences(), [9]), run(theirs, sequences(), [9]), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(left, right, strict=True)
 
 
 def test_float64_is_rounded_to_float32(tmp_path: Path) -> None:
