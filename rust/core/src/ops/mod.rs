@@ -1,7 +1,8 @@
 //! What a decoder computes around attention: products with weights, norms, rotations, activations, the best logits.
 //!
 //! **The invariant.** Under one instruction set, the bits of a row's result depend on that row and the weights alone:
-//! never on the other rows of the batch, how work is split, or the number of threads.
+//! never on the other rows of the batch, how work is split, or the number of threads. (In products in bfloat16 the CPU's maker
+//! matters, too.)
 //!
 //! Every operation takes rows of float32 and writes to memory of the caller.
 

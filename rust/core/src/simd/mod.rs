@@ -263,7 +263,8 @@ pub(crate) trait Dispatch {
     fn run<S: Simd>(self, s: S) -> Self::Output;
 }
 
-/// An instruction set. Results are reproducible bit for bit under one of them, not across them.
+/// An instruction set. Results are reproducible bit for bit under one of them, not across them; products in bfloat16 on
+/// CPUs of one maker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
     /// Portable Rust; multiplications and additions round separately.
@@ -389,7 +390,7 @@ impl Isa {
 }
 
 /// Whether products of bf16 pairs are faster than those of floats: they are on AMD's CPUs. The vector units of Intel's take
-/// four times as long for one as for an FMA, and leave speed to the matrix unit.
+/// four times as long for one as for an FMA; its matrix unit would be faster still, but only attention has a way to it.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn fast_bf16(isa: Isa) -> bool {
     static AMD: OnceLock<bool> = OnceLock::new();
