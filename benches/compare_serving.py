@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from benches.serving_engines import THREADS, Engine, Limits, common, engines
+from benches.serving_engines import THREADS, Engine, Limits, common, engines, touch_memory
 from benches.serving_models import Models
 
 LIMITS = "limits"
@@ -37,8 +37,6 @@ LOADING, ANSWERING = 900, 300
 """Seconds after which an engine is given up; vLLM compiles for minutes."""
 SLOW = 60
 """Seconds that a turn takes before an engine is measured enough by one."""
-TOUCHED = 8 << 30
-"""Bytes of memory, at most, that are written to before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +145,7 @@ def work(label: str, folder: Path) -> None:
     engine.load(Models(folder))
     for name in "ap":  # what is made on first use
         engine.run(CASES[name].prompts(0), min(CASES[name].new, 2))
+    touch_memory()
     before: list[list[int]] = []
     print(json.dumps({"version": engine.version()}), file=pipe)
     for line in sys.stdin:
@@ -157,21 +156,6 @@ def work(label: str, folder: Path) -> None:
             engine.run(prompts, case.new)
         print(json.dumps(asdict(engine.run(prompts, case.new))), file=pipe)
         before = prompts
-
-
-def touch_memory() -> None:
-    """Write to half of the memory that is free, once, in a process that ends at once.
-
-    A fresh virtual machine has its memory only in name: the host gives each page when it is first written to, which
-    takes milliseconds a megabyte. Whoever runs first would pay for all who get the same pages later.
-    """
-    from leafkv.kv.memory import available_memory  # noqa: PLC0415
-
-    nbytes = min(available_memory() // 2, TOUCHED)
-    code = f"import mmap, numpy; numpy.zeros({nbytes}, numpy.uint8)[:: mmap.PAGESIZE] = 1"
-    start = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    print(f"{nbytes / 2**30:.1f} GiB written to in {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
 def die_with_parent() -> None:
@@ -359,7 +343,6 @@ def main() -> None:
     if arguments.json and arguments.json.exists():
         results = [Result(**result) for result in json.loads(arguments.json.read_text())]
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    touch_memory()
     for kind in arguments.kinds.split(","):
         chosen = [e for e in engines() if e.kind == kind and any(fnmatch.fnmatch(e.name, p) for p in patterns)]
         before, found = results, []

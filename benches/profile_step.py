@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from benches.serving_engines import LeafKV
+from benches.serving_engines import LeafKV, touch_memory
 from benches.serving_models import Models
 from numpy.typing import NDArray
 
@@ -164,6 +164,7 @@ def main() -> None:
     for kind in arguments.kinds.split(","):
         leafkv = LeafKV(kind)
         leafkv.load(Models(arguments.cache))
+        touch_memory()
         works = [Work(f"a step of {n}", n, 128, STEPS) for n in map(int, arguments.batches.split(","))]
         if arguments.prompt:
             works.append(Work(f"a prompt of {arguments.prompt}", 1, arguments.prompt, 1))
