@@ -37,8 +37,6 @@ def test_linear_is_a_product(kind: str) -> None:
     array, values = halves(MATRIX)[kind]
     weight = Weight([(kind, array)])
     assert (weight.shape, weight.kinds, weight.nbytes) == ((OUTPUTS, COLUMNS), (kind,), array.nbytes)
-    if kind == "bfloat16":
-        weight = Weight([(kind, array.view(ml_dtypes.bfloat16))])
     x, bias, before = noise(ROWS, COLUMNS), noise(OUTPUTS), noise(ROWS, OUTPUTS)
     product = linear(x, weight)
     np.testing.assert_allclose(product, x.astype(np.float64) @ values.T, rtol=1e-5, atol=1e-5)
@@ -47,6 +45,13 @@ def test_linear_is_a_product(kind: str) -> None:
     assert linear(x, weight, bias=bias, out=out, add=True) is out
     np.testing.assert_array_equal(out, product + bias + before)
     np.testing.assert_array_equal(embed(weight, np.array([6, 0, 6])), values[[6, 0, 6]])
+
+
+def test_bfloat16_is_a_dtype_or_its_bits() -> None:
+    bits = halves(MATRIX)["bfloat16"][0]
+    x = noise(ROWS, COLUMNS)
+    typed = linear(x, Weight([("bfloat16", bits.view(ml_dtypes.bfloat16))]))
+    np.testing.assert_array_equal(typed, linear(x, Weight([("bfloat16", bits)])))
 
 
 def test_parts_are_rows_of_one_matrix() -> None:
