@@ -94,13 +94,10 @@ impl Weight {
 }
 
 impl Weight {
-    /// The view, unless it is of memory that weights are read from.
-    fn apart<'a>(&self, out: View<'a>) -> PyResult<View<'a>> {
-        let (memory, mut parts) = (out.extent(), self.memory.iter());
-        match parts.any(|part| part.start < memory.end && memory.start < part.end) {
-            true => Err(out.wrong("its memory overlaps that of weight")),
-            false => Ok(out),
-        }
+    /// Refuses to write to where weights are read.
+    fn expect_apart(&self, out: &View<'_>) -> PyResult<()> {
+        let mut parts = self.memory.iter();
+        parts.try_for_each(|part| out.expect_apart_from(part, "weight"))
     }
 }
 
@@ -175,7 +172,9 @@ pub(crate) fn linear<'py>(
     }
     let out = out.unwrap_or_else(|| empty(py, [rows, outputs]));
     let read = bias.iter().chain(&norm).chain([&x]);
-    let mut to = weight.apart(View::new("out", &out)?)?.rows_mut(read)?;
+    let to = View::new("out", &out)?;
+    weight.expect_apart(&to)?;
+    let mut to = to.rows_mut(read)?;
     let options = LinearOptions {
         input,
         bias: bias.as_ref().map(View::row).transpose()?,
@@ -206,7 +205,9 @@ pub(crate) fn embed<'py>(
     let weight = weight.get();
     let columns = weight.weight.shape()[1];
     let out = out.unwrap_or_else(|| empty(py, [ids.len(), columns]));
-    let mut to = weight.apart(View::new("out", &out)?)?.rows_mut([])?;
+    let to = View::new("out", &out)?;
+    weight.expect_apart(&to)?;
+    let mut to = to.rows_mut([])?;
     let isa = Isa::current().map_err(to_py)?;
     let brief = ids.len() * columns <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || {

@@ -177,9 +177,14 @@ impl<'a> View<'a> {
 
     /// Refuses memory that is to be written here while it is read there.
     pub(crate) fn expect_apart(&self, other: &View<'_>) -> PyResult<()> {
-        let (a, b) = (self.extent(), other.extent());
-        if a.start < b.end && b.start < a.end {
-            return Err(self.wrong(&format!("its memory overlaps that of {}", other.argument)));
+        self.expect_apart_from(&other.extent(), other.argument)
+    }
+
+    /// The same of addresses that are read as `argument`.
+    pub(crate) fn expect_apart_from(&self, read: &Range<usize>, argument: &str) -> PyResult<()> {
+        let written = self.extent();
+        if written.start < read.end && read.start < written.end {
+            return Err(self.wrong(&format!("its memory overlaps that of {argument}")));
         }
         Ok(())
     }
