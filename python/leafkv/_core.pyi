@@ -724,7 +724,7 @@ def rope_write_kv(
         q_norm: float32 [head_dim], the weight of an `rms_norm` of each query head before it is turned (Qwen3). Needs
             ``k_norm`` and ``eps``.
         k_norm: likewise, of keys.
-        eps: of both.
+        eps: of both; a finite number greater than 0.
         k_scale: of an int8 cache, see `paged_attention`.
         v_scale: likewise.
         num_threads: threads to use, or None for all available.

@@ -20,7 +20,7 @@ use crate::simd::{Kernel, MAX_LANES, Simd};
 /// Bytes of activations that weights pass by: what of the first-level cache is safely theirs.
 const NEAR: usize = 20 << 10;
 /// Rows of activations that are at least to be that near, for a part of their columns if need be.
-const GROUP: usize = 8;
+const NEAR_ROWS: usize = 8;
 /// Blocks whose scales are widened before their products begin, at most.
 const RUN: usize = 16;
 /// Parts of a block, at most.
@@ -74,7 +74,7 @@ impl Piece<'_> {
         let plain = P::PLAIN && aligned(self.weights.addr()) && aligned(self.stride);
         let few = self.rows <= P::TILES * MOST_ROWS;
         let stride = buffer::stride(self.columns.div_ceil(BLOCK) * P::Plain::BYTES);
-        let kept = GROUP * self.outputs * S::LANES;
+        let kept = NEAR_ROWS * self.outputs * S::LANES;
         if self.columns.is_multiple_of(BLOCK) && (plain || few) {
             return s.vectorize(Outputs::<P> {
                 weights: self.weights,
@@ -165,7 +165,7 @@ struct Outputs<'a, P> {
     piece: Piece<'a>,
     weights: *const u8,
     stride: usize,
-    /// Room for vectors of sums, of `GROUP` rows by all outputs.
+    /// Room for vectors of sums, of `NEAR_ROWS` rows by all outputs.
     sums: *mut f32,
     /// What is read from memory next.
     ahead: Memory,
@@ -183,12 +183,12 @@ impl<P: Product> Kernel for Outputs<'_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (rows, blocks, near) = (self.piece.rows, self.blocks(), NEAR / P::X_BYTES);
-        let (group, part) = if blocks * rows.min(GROUP) <= near {
+        let (group, part) = if blocks * rows.min(NEAR_ROWS) <= near {
             let group = (near / blocks).next_multiple_of(MOST_ROWS);
             (group, blocks)
         } else {
-            let parts = blocks.div_ceil(near / GROUP);
-            (GROUP, blocks.div_ceil(parts))
+            let parts = blocks.div_ceil(near / NEAR_ROWS);
+            (NEAR_ROWS, blocks.div_ceil(parts))
         };
         let mut ahead = Ahead::new(self.ahead, self.steps::<S>());
         for first in (0..rows).step_by(group) {
@@ -197,7 +197,7 @@ impl<P: Product> Kernel for Outputs<'_, P> {
                     rows: first..rows.min(first + group),
                     blocks: block..blocks.min(block + part),
                 };
-                // SAFETY: the rows are the piece's, and no more than `GROUP` where `sums` are needed.
+                // SAFETY: the rows are the piece's, and no more than `NEAR_ROWS` where `sums` are needed.
                 unsafe {
                     match S::REGISTERS {
                         32 => self.section::<S, 4, 8>(s, &section, &mut ahead),

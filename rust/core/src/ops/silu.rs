@@ -63,18 +63,18 @@ pub(super) unsafe fn silu_mul_row<S: Simd>(s: S, n: usize, gate: *const f32, out
     // SAFETY: the caller's promise.
     unsafe {
         let up = gate.add(n);
-        lanes::each(s, n, &Product { gate, up, out });
+        lanes::each(s, n, &SwiGlu { gate, up, out });
     }
 }
 
 /// `silu(gate) * up`.
-struct Product<O> {
+struct SwiGlu<O> {
     gate: *const f32,
     up: *const f32,
     out: O,
 }
 
-impl<O: Sink> Lanes for Product<O> {
+impl<O: Sink> Lanes for SwiGlu<O> {
     #[inline(always)]
     unsafe fn lanes<S: Simd>(&self, s: S, i: usize, lanes: usize) {
         // SAFETY: the caller's promise.

@@ -10,7 +10,7 @@ use crate::{Result, threads};
 const ALONE: usize = 1 << 14;
 
 /// Shares a thread, so that one that comes late or is held up costs little.
-const PIECES: usize = 4;
+const SHARES: usize = 4;
 
 /// What an operation does to rows, to each by itself.
 pub(super) trait Each: Sync {
@@ -42,15 +42,15 @@ pub(super) fn run(isa: Isa, rows: usize, threads: usize, work: &impl Each) -> Re
         isa.dispatch(Share(work, 0..rows));
         return Ok(());
     }
-    let (piece, next) = (rows.div_ceil(threads * PIECES), AtomicUsize::new(0));
+    let (share, next) = (rows.div_ceil(threads * SHARES), AtomicUsize::new(0));
     threads::run(threads, true, || {
         let _mode = DefaultMode::enter();
         loop {
-            let first = next.fetch_add(piece, Relaxed);
+            let first = next.fetch_add(share, Relaxed);
             if first >= rows {
                 return;
             }
-            isa.dispatch(Share(work, first..rows.min(first + piece)));
+            isa.dispatch(Share(work, first..rows.min(first + share)));
         }
     });
     Ok(())
@@ -71,7 +71,7 @@ impl<W: Each> Kernel for Share<'_, W> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        // SAFETY: `run` makes pieces of all rows that do not overlap.
+        // SAFETY: `run` makes shares of all rows that do not overlap.
         unsafe { self.0.rows(s, self.1) };
     }
 }

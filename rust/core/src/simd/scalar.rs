@@ -1,5 +1,5 @@
-//! The portable fallback: plain Rust, which any compiler vectorizes where it can. Tests have it with as many lanes and
-//! registers as the widest instruction set, so that what is shaped by those is tested on any CPU.
+//! The portable fallback: plain Rust, which any compiler vectorizes where it can. The crate's unit tests have it with as many
+//! lanes and registers as the widest instruction set, too, so that what these shape runs on any CPU.
 
 use half::f16;
 
@@ -7,7 +7,7 @@ use super::{Kernel, MAX_LANES, Simd};
 
 /// N lanes, and how many registers are said to be there.
 #[derive(Clone, Copy)]
-pub(super) struct Scalar<const N: usize = 4, const REGISTERS: usize = 16>;
+pub(super) struct Scalar<const N: usize, const REGISTERS: usize>;
 
 #[inline(always)]
 fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
