@@ -239,7 +239,13 @@ class KVManager:
         No side effects: nothing keeps the blocks from being evicted, so this is for looking, not for reading KV.
         """
     def begin(
-        self, seq_id: int, tokens: _TokenIds, namespace: bytes = b"", media: Sequence[_Media] = ()
+        self,
+        seq_id: int,
+        tokens: _TokenIds,
+        namespace: bytes = b"",
+        media: Sequence[_Media] = (),
+        *,
+        read_cache: bool = True,
     ) -> Ready | WaitFor:
         """Start a sequence; on `Ready` it holds its prefix hit (lookup and lock are one act).
 
@@ -253,6 +259,7 @@ class KVManager:
             namespace: What KV depends on besides the tokens (model, adapter, tenant): only equal ones share.
             media: Spans ``(start, length, digest)`` of placeholder tokens, sorted, not overlapping. Two prompts are
                 the same at a position only if the spans that cover it are equal in all three.
+            read_cache: False computes all tokens: no hit, and no `WaitFor`. Others find its blocks as usual.
 
         Raises:
             InvalidInputError: ``seq_id`` is live, ``tokens`` is empty, malformed or cannot fit the pool, ``media`` is

@@ -129,6 +129,42 @@ impl KvManager {
         tokens: Vec<TokenId>,
         scope: Scope<'_>,
     ) -> Result<Admission> {
+        self.check_begin(id, &tokens, scope)?;
+        if let Some((leader, shared)) = self.leader_of(&tokens, scope)
+            && shared > self.store.count_hit(cacheable(&tokens), scope)
+        {
+            return Ok(Admission::WaitFor {
+                leader,
+                tokens: shared,
+            });
+        }
+        self.tick();
+        let hit = if self.prefix_caching {
+            self.store.hold_hit(cacheable(&tokens), scope)
+        } else {
+            Hit::default()
+        };
+        let cached_tokens = hit.tokens;
+        self.start(id, tokens, scope, hit);
+        Ok(Admission::Ready { cached_tokens })
+    }
+
+    /// Starts a sequence that computes all of its tokens: it takes nothing from the cache, and waits for nobody.
+    ///
+    /// Its own blocks are found by others as usual. For whoever wants more of the prompt's tokens than their KV.
+    pub fn begin_uncached(
+        &mut self,
+        id: SequenceId,
+        tokens: Vec<TokenId>,
+        scope: Scope<'_>,
+    ) -> Result<()> {
+        self.check_begin(id, &tokens, scope)?;
+        self.tick();
+        self.start(id, tokens, scope, Hit::default());
+        Ok(())
+    }
+
+    fn check_begin(&self, id: SequenceId, tokens: &[TokenId], scope: Scope<'_>) -> Result<()> {
         self.check_new(id, "seq_id")?;
         check_media(scope.media, tokens.len())?;
         if tokens.is_empty() {
@@ -145,39 +181,27 @@ impl KvManager {
             }
             return Err(Error::invalid("tokens", problem));
         }
-        if let Some((leader, shared)) = self.leader_of(&tokens, scope)
-            && shared > self.store.count_hit(cacheable(&tokens), scope)
-        {
-            return Ok(Admission::WaitFor {
-                leader,
-                tokens: shared,
-            });
-        }
+        Ok(())
+    }
+
+    /// Logical time goes on with each sequence that starts, unless somebody else counts it.
+    fn tick(&mut self) {
         if !self.clock.set_by_owner {
             self.clock.now += 1;
             self.store.expire_pins(self.clock.now);
         }
-        let hit = if self.prefix_caching {
-            self.store.hold_hit(cacheable(&tokens), scope)
-        } else {
-            Hit::default()
-        };
+    }
+
+    fn start(&mut self, id: SequenceId, tokens: Vec<TokenId>, scope: Scope<'_>, hit: Hit) {
         let namespace = self.prefix_caching.then(|| scope.namespace.into());
-        let (prompt, cached_tokens) = (tokens.len(), hit.tokens);
-        let mut sequence = Sequence::new(
-            namespace,
-            scope.media.into(),
-            tokens,
-            prompt,
-            cached_tokens,
-            hit.path,
-        );
-        sequence.uncounted = Some((prompt, cached_tokens));
+        let (prompt, cached) = (tokens.len(), hit.tokens);
+        let media = scope.media.into();
+        let mut sequence = Sequence::new(namespace, media, tokens, prompt, cached, hit.path);
+        sequence.uncounted = Some((prompt, cached));
         if sequence.leads(self.block_size) {
             self.leaders.push(id);
         }
         self.sequences.insert(id, sequence);
-        Ok(Admission::Ready { cached_tokens })
     }
 
     /// Reserves slots for `n` more tokens. May owe a copy of the last block, see [`KvManager::copies`].

@@ -30,8 +30,11 @@ fn prompt() -> impl Strategy<Value = Prompt> {
     let usual = any::<u8>().prop_map(Prompt::usual_spans);
     let spans = prop_oneof![30 => Just(Vec::new()), 15 => usual, 2 => spans];
     let namespace = prop_oneof![6 => Just(0_u8), 2 => Just(1), 1 => Just(2)];
-    let parts = (namespace, tokens(14), spans);
-    parts.prop_map(|(namespace, tokens, spans)| Prompt::new(namespace, tokens, &spans))
+    let reads_cache = proptest::bool::weighted(0.9);
+    let parts = (namespace, tokens(14), spans, reads_cache);
+    parts.prop_map(|(namespace, tokens, spans, reads_cache)| {
+        Prompt::new(namespace, tokens, &spans).reading_cache(reads_cache)
+    })
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -146,10 +149,11 @@ impl StateMachineTest for Manager {
 }
 
 /// Situations that random operations must lead to, again and again.
-const SITUATIONS: [&str; 42] = [
+const SITUATIONS: [&str; 43] = [
     "a hit is truncated before it is used",
     "a shared tail cannot be taken over",
     "block pinned twice",
+    "compute what is cached",
     "clear with pins",
     "commit_many",
     "copy died",

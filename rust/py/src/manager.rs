@@ -144,11 +144,12 @@ impl KVManager {
     ///     namespace: What KV depends on besides the tokens (model, adapter, tenant): only equal ones share.
     ///     media: Spans `(start, length, digest)` of placeholder tokens, sorted, not overlapping. Two prompts are the
     ///         same at a position only if the spans that cover it are equal in all three.
+    ///     read_cache: False computes all tokens: no hit, and no `WaitFor`. Others find its blocks as usual.
     ///
     /// Raises:
     ///     InvalidInputError: `seq_id` is live, `tokens` is empty, malformed or cannot fit the pool, `media` is wrong.
-    #[pyo3(signature = (seq_id, tokens, namespace=Namespace(b""), media=None))]
-    #[pyo3(text_signature = "($self, seq_id, tokens, namespace=b'', media=())")]
+    #[pyo3(signature = (seq_id, tokens, namespace=Namespace(b""), media=None, *, read_cache=true))]
+    #[pyo3(text_signature = "($self, seq_id, tokens, namespace=b'', media=(), *, read_cache=True)")]
     fn begin<'py>(
         &self,
         py: Python<'py>,
@@ -156,9 +157,14 @@ impl KVManager {
         tokens: &Bound<'py, PyAny>,
         namespace: Namespace<'_>,
         media: Option<&Bound<'py, PyAny>>,
+        read_cache: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = sequence_id("seq_id", seq_id)?;
         let (tokens, media) = (ints::<TokenId>("tokens", tokens)?, spans(media)?);
+        if !read_cache {
+            self.with(|core| core.begin_uncached(id, tokens, namespace.with(&media)))?;
+            return Ready { cached_tokens: 0 }.into_bound_py_any(py);
+        }
         match self.with(|core| core.begin(id, tokens, namespace.with(&media)))? {
             Admission::Ready { cached_tokens } => Ready { cached_tokens }.into_bound_py_any(py),
             Admission::WaitFor { leader, tokens } => {

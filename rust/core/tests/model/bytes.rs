@@ -65,14 +65,15 @@ impl Bytes<'_> {
     }
 
     fn prompt(&mut self) -> Prompt {
-        let namespace = self.below(3) as u8;
+        let first = self.byte();
+        let (namespace, reads_cache) = (first % 3, first < 230);
         let tokens = self.tokens(16);
         let spans = match self.byte() {
             0..150 => Vec::new(),
             150..250 => Prompt::usual_spans(self.byte()),
             _ => self.items(|bytes| (bytes.below(5) as i8 - 1, bytes.byte() & 3, bytes.byte() & 1)),
         };
-        Prompt::new(namespace, tokens, &spans)
+        Prompt::new(namespace, tokens, &spans).reading_cache(reads_cache)
     }
 
     fn who(&mut self) -> Who {

@@ -51,6 +51,8 @@ pub struct Prompt {
     pub namespace: u8,
     pub tokens: Vec<TokenId>,
     pub media: Vec<Span>,
+    /// Whether it may hit and wait; otherwise it computes all of its tokens.
+    pub reads_cache: bool,
 }
 
 impl Prompt {
@@ -71,6 +73,14 @@ impl Prompt {
             namespace,
             tokens,
             media,
+            reads_cache: true,
+        }
+    }
+
+    pub fn reading_cache(self, reads_cache: bool) -> Self {
+        Self {
+            reads_cache,
+            ..self
         }
     }
 
@@ -106,6 +116,7 @@ impl Prompt {
             namespace,
             tokens,
             media,
+            reads_cache: true,
         }
     }
 

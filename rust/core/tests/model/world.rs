@@ -118,8 +118,14 @@ impl World {
                     namespace: &namespace,
                     media: &media,
                 };
+                let tokens = prompt.tokens.clone();
                 expect(
-                    manager.begin(*id, prompt.tokens.clone(), scope),
+                    if prompt.reads_cache {
+                        manager.begin(*id, tokens, scope)
+                    } else {
+                        let begun = manager.begin_uncached(*id, tokens, scope);
+                        begun.map(|()| Admission::Ready { cached_tokens: 0 })
+                    },
                     answer,
                     |admission| match admission {
                         Admission::Ready { cached_tokens } => Answer::Ready(cached_tokens),

@@ -73,8 +73,16 @@ impl Model {
             return Answer::Refused(wrong);
         }
         let (namespace, cells) = (prompt.namespace, prompt.cells());
-        let (table, hit) = self.hit(namespace, &cells);
-        if let Some((leader, shared)) = self.leader(namespace, &cells)
+        let (table, hit) = if prompt.reads_cache {
+            self.hit(namespace, &cells)
+        } else {
+            if self.hit(namespace, &cells).1 > 0 || self.leader(namespace, &cells).is_some() {
+                self.see("compute what is cached");
+            }
+            Default::default()
+        };
+        if prompt.reads_cache
+            && let Some((leader, shared)) = self.leader(namespace, &cells)
             && shared > hit
         {
             self.see("wait for a leader");
