@@ -257,6 +257,9 @@ def test_a_cut_character_is_given_out_once(kind: str) -> None:
     assert detokenizer.text == "ab\ufffd" == decode_all(tokenizer, tokens[:-1])
     detokenizer.finish()
     assert detokenizer.text == "ab\ufffd"
+    stream = tokenizer.decode_stream()
+    assert [stream.step(token) for token in tokens[:-1]][:2] == ["a", "b"]
+    assert [stream.held(), stream.finish(), stream.finish(), stream.held()] == ["\ufffd", "\ufffd", "", ""]
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
@@ -353,6 +356,8 @@ def test_a_decoder_that_takes_text_back() -> None:
         if "bb" not in raw:
             assert detokenizer.text.replace(" ", "") == raw.replace(" ", "")
         assert detokenizer.text == decode_all(tokenizer, tokens)
+        stream = tokenizer.decode_stream()
+        assert "".join([*map(stream.step, tokens), stream.finish(), stream.finish()]) == detokenizer.text
 
 
 def test_streamed_text_is_the_answers_text(loaded: LoadedModel) -> None:
