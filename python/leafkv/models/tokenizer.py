@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from leafkv._extras import require
 from leafkv.errors import InvalidInputError
+from leafkv.models.token_stream import REPLACEMENT, TokenStream, partial_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,10 +41,14 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.special_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.added_ids: frozenset[int] = frozenset(added)
+        """Ids of tokens that text is searched for as they stand, such as ``</think>``; special ones are among them."""
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         """Ids of special tokens, such as those that delimit the turns of a chat."""
+        self.decodes_in_order: bool = _decodes_in_order(backend.decoder)
+        """Whether what `decode` makes of ids begins with what it makes of the first of them, bytes aside."""
+        self._partial_bytes: dict[int, bytes | None] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Special tokens spelt out in it are parsed as such.
@@ -69,7 +75,26 @@ class Tokenizer:
 
     def decode_stream(self, skip_special_tokens: bool = True) -> TokenStream:
         """A decoder for ids that come one by one."""
-        return TokenStream(self._backend, skip_special_tokens)
+        return TokenStream(self, self._backend, skip_special_tokens)
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is part of characters; None for one that is text, none for one unknown."""
+        try:
+            return self._partial_bytes[token_id]
+        except KeyError:
+            token: str | None = self._backend.id_to_token(token_id)
+            partial = b"" if token is None else partial_bytes(token, self.decode([token_id], skip_special_tokens=False))
+            self._partial_bytes[token_id] = partial
+            return partial
+
+    @cached_property
+    def plain_id(self) -> int | None:
+        """Some token that is text and no space, if there is one."""
+        for token_id in range(self.vocab_size):
+            text = self.decode([token_id], skip_special_tokens=False)
+            if text.strip() and REPLACEMENT not in text:
+                return token_id
+        return None
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The prompt of a chat; encode it without adding special tokens.
@@ -86,14 +111,24 @@ class Tokenizer:
         return self.chat_template.render(messages, add_generation_prompt)
 
 
-class TokenStream:
-    """Decodes ids one by one, holding back what is not yet whole characters."""
+def _decodes_in_order(decoder: Any) -> bool:
+    """Whether a decoder of the library never takes back what it made of the first ids."""
+    if decoder is None:
+        return True
+    try:
+        state = json.loads(decoder.__getstate__())
+    except Exception:  # it is written in Python: who knows
+        return False
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    return all(_part_in_order(part) for part in parts)
 
-    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._stream = require("tokenizers.decoders", "models").DecodeStream(skip_special_tokens=skip_special_tokens)
 
-    def step(self, token_id: int) -> str | None:
-        """The text that ``token_id`` completes, or None."""
-        text: str | None = self._stream.step(self._backend, token_id)
-        return text
+def _part_in_order(part: dict[str, Any]) -> bool:
+    match part["type"]:
+        case "ByteLevel" | "Metaspace" | "ByteFallback" | "Fuse" | "BPEDecoder" | "WordPiece":
+            return True
+        case "Replace":  # of more than a character, it could reach back
+            return len(part["pattern"].get("String", "")) == 1
+        case "Strip":
+            return bool(part["start"] <= 1 and part["stop"] == 0)
+    return False
