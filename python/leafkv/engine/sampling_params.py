@@ -105,7 +105,8 @@ class SamplingParams:
         prompt_logprobs: the same for each token of the prompt.
         logit_bias: by token id, what is added to its logit.
         allowed_token_ids: the only tokens that may be generated; at least one.
-        bad_words: texts that must not be generated: the token that would complete one is never picked.
+        bad_words: texts that must not be generated, as the tokenizer splits them, with and without a space before:
+            the token that would complete one is never picked.
         logits_processors: functions that change the logits, see `LogitsProcessor`; called in this order.
         structured_outputs: a form that the answer must have.
         detokenize: False leaves ``text`` empty.
@@ -144,6 +145,8 @@ class SamplingParams:
 
     plain: bool = field(init=False, repr=False, compare=False)
     """Whether the next token is the likeliest of the model's logits and nothing else is wanted of them."""
+    unchanged: bool = field(init=False, repr=False, compare=False)
+    """Whether tokens are picked from the model's logits as they are: no option before the temperature changes them."""
     allowed_ids: NDArray[np.intp] | None = field(init=False, repr=False, compare=False)
     """``allowed_token_ids`` as an array."""
     biased_ids: NDArray[np.intp] = field(init=False, repr=False, compare=False)
@@ -198,7 +201,8 @@ class SamplingParams:
             values["allowed_ids"] = np.array(allowed, np.intp)
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "plain", self._is_plain())
+        object.__setattr__(self, "unchanged", self._is_unchanged())
+        object.__setattr__(self, "plain", self.unchanged and self.greedy and self.logprobs is None)
 
     @property
     def greedy(self) -> bool:
@@ -210,10 +214,9 @@ class SamplingParams:
         """Whether what was generated before changes the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
-    def _is_plain(self) -> bool:
+    def _is_unchanged(self) -> bool:
         changed = self.penalized or self.logit_bias or self.bad_words or self.min_tokens or self.logits_processors
-        restricted = self.allowed_token_ids is not None or self.structured_outputs is not None
-        return self.greedy and not changed and not restricted and self.logprobs is None
+        return not changed and self.allowed_token_ids is None and self.structured_outputs is None
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse ``logit_bias`` and ``allowed_token_ids`` that name tokens which a model does not have.
