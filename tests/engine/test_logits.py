@@ -32,8 +32,8 @@ class Only:
 
 
 def by_length(output: list[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Depends on what was generated, and changes its argument."""
-    logits[len(output) % len(logits)] += 3.0
+    """Depends on what was generated, changes its argument, and allows what was forbidden."""
+    logits[len(output) % len(logits)] = 3.0
     return logits
 
 
@@ -66,7 +66,7 @@ def by_definition(logits: NDArray[np.float32], sequence: FakeSequence) -> list[f
         x = [value if token in sequence.guide.allowed else -math.inf for token, value in enumerate(x)]
     for function in params.logits_processors or ():
         if function is by_length:
-            x[len(output) % len(x)] += 3.0
+            x[len(output) % len(x)] = 3.0
         else:
             x = [2.0 * value for value in x]
     return x

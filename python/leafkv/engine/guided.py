@@ -3,6 +3,8 @@
 A :class:`Guide` follows one sequence. Before each token it forbids those that cannot continue the answer; an
 end-of-sequence token is allowed exactly where the answer may end. It is the one thing in sampling that has state, but
 state that the tokens generated so far determine: a guide that has accepted them is as good as the one that was lost.
+Where the text that follows is given (a key of an object, say), only the tokens are allowed that the tokenizer itself
+would split it into.
 
 The tokenizer is read once, in about half a second, when the first guide is made; a form is compiled once and its guides
 are copies. A mask costs some hundred microseconds at first, and less where the grammar has been before.
@@ -51,9 +53,7 @@ class Guide:
         """
         allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         self._check()
-        allowed = allowed[: len(row)]
-        row[: len(allowed)][allowed == 0] = -np.inf
-        row[len(allowed) :] = -np.inf
+        row[allowed[: len(row)] == 0] = -np.inf
         row[self._strange] = -np.inf
 
     def accept(self, token: int) -> None:
