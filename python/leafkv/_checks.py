@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf, isfinite, nan
 from numbers import Integral, Real
 from typing import Any
@@ -28,3 +28,27 @@ def check_number(name: str, value: Any, expected: str, holds: Callable[[float], 
     if not isfinite(number) or not holds(number):
         raise InvalidInputError(f"{name}: expected {expected}, got {value!r}")
     return number
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """``value``, which is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """``value``, a collection of token ids (text is none), as different ints in the order in which they came."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        raise InvalidInputError(f"{name}: expected token ids, got {value!r}")
+    return tuple(dict.fromkeys(check_integer(name, token, 0) for token in value))
+
+
+def check_strings(name: str, value: Any) -> tuple[str, ...]:
+    """``value``, a collection of strings that are not empty, as different ones in the order in which they came."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        raise InvalidInputError(f"{name}: expected a list of strings, got {value!r}")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InvalidInputError(f"{name}: expected strings of at least one character, got {text!r}")
+    return tuple(dict.fromkeys(value))

@@ -1,21 +1,29 @@
-"""From logits to tokens: one row per request, and nothing of a row depends on the others.
+"""From logits to tokens: one row per sequence, and nothing of a row depends on the others.
 
-The order is vLLM's: temperature, min-p, top-k, top-p. Each of the last three only drops tokens, by a threshold on
-the probability (for top-k, on the logit), so that equal ones are kept or dropped together. Randomness is a function of
-(seed, position) alone, so a request samples the same whatever the batch, the chunks and the preemptions.
+The order is that of vLLM's V1 sampler. Log-probabilities are of the model's logits as they are. Then the options that
+also change what is greedy (`logits`: allowed tokens, bad words, min_tokens, biases, penalties, guide, the request's own
+functions). Of the result, the likeliest token is taken, or one is drawn after temperature, min-p, top-k and top-p. Each
+of the last three only drops tokens, by a threshold on the probability (for top-k, on the logit), so that equal ones are
+kept or dropped together.
+
+Randomness is a function of (seed, position) alone, and everything else of the tokens so far, so a request samples the
+same whatever the batch, the chunks and the preemptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leafkv._core import argmax, top_k
+from leafkv.engine.logits import process
+from leafkv.engine.logprobs import Logprob, token_logprobs
 
 if TYPE_CHECKING:
+    from leafkv.engine.logits import Sampled
     from leafkv.engine.request import Request
     from leafkv.engine.sampling_params import SamplingParams
 
@@ -23,10 +31,52 @@ INVALID = -1
 """In place of a token: the row is not a distribution (NaN, +inf, or nothing but -inf)."""
 
 
+class Pick(NamedTuple):
+    """The next token of a sequence, or INVALID, and how likely it and others were, if that is wanted."""
+
+    token: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def greedy(logits: NDArray[np.float32], num_threads: int | None = None) -> NDArray[np.int64]:
+    """The likeliest token of each row of ``logits`` [R, vocabulary]: the lowest id among equals, INVALID for none.
+
+    It is all that a sequence whose parameters are ``plain`` needs.
+    """
+    return argmax(logits, num_threads=num_threads)
+
+
+def pick(logits: NDArray[np.float32], sequence: Sampled) -> Pick:
+    """Pick the next token of ``sequence`` from ``logits`` [vocabulary]; neither of them is changed.
+
+    The token is INVALID where the logits are no distribution, or where the options leave no token.
+
+    Raises:
+        InvalidInputError: a logits processor returned something else than logits. What it raises is passed on.
+    """
+    params = sequence.params
+    token = _likeliest(logits)
+    if token == INVALID:
+        return Pick(INVALID)
+    if not params.unchanged or sequence.guide is not None:
+        processed = process(logits, sequence)
+        token = _likeliest(processed)
+    else:
+        processed = logits
+    if token != INVALID and not params.greedy:
+        token = draw(processed, params, sequence.seed, len(sequence.tokens))
+    if token == INVALID or params.logprobs is None:
+        return Pick(token)
+    return Pick(token, token_logprobs(logits, token, params.logprobs))
+
+
+def _likeliest(logits: NDArray[np.float32]) -> int:
+    return int(argmax(logits[None], num_threads=1)[0])
+
+
 def sample(logits: NDArray[np.float32], requests: Sequence[Request], num_threads: int | None = None) -> list[int]:
     """Pick the next token of each request from its row of ``logits`` [len(requests), vocabulary]."""
-    # The lowest id among equals; INVALID where there is none.
-    tokens: list[int] = argmax(logits, num_threads=num_threads).tolist()
+    tokens: list[int] = greedy(logits, num_threads).tolist()
     for row, request in enumerate(requests):
         if tokens[row] != INVALID and not request.params.greedy:
             tokens[row] = draw(logits[row], request.params, request.seed, len(request.tokens))
@@ -77,5 +127,5 @@ HEAD = 1024
 
 def largest(logits: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     """The ``count`` largest logits, or all, in descending order."""
-    values: NDArray[np.float32] = top_k(logits[None], min(count, len(logits)))[0][0]
+    values: NDArray[np.float32] = top_k(logits[None], min(count, len(logits)), num_threads=1)[0][0]
     return values
