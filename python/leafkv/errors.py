@@ -40,6 +40,22 @@ class EventGapError(LeafKVError, RuntimeError):
         self.got = got
 
 
+class JournalError(LeafKVError, RuntimeError):
+    """A journal is damaged, owned by somebody else, or cannot take a write. The journal is as it was before."""
+
+
+class QueueFullError(LeafKVError, RuntimeError):
+    """As many requests wait as may wait: this one was not taken, try again later."""
+
+
+class QueueTimeoutError(LeafKVError, TimeoutError):
+    """A request waited longer than it may and was never scheduled."""
+
+
+class EngineDeadError(LeafKVError, RuntimeError):
+    """The engine has stopped, or its thread has died: it answers no request any more."""
+
+
 class InvariantError(LeafKVError, AssertionError):
     """LeafKV contradicts itself: a bug in LeafKV, please report it."""
 
