@@ -25,6 +25,8 @@ from leafkv.errors import (
     MissingExtraError,
     ModelLoadError,
     OutOfBlocksError,
+    QueueFullError,
+    QueueTimeoutError,
     UnknownSequenceError,
 )
 from leafkv.kv import CacheMirror, KVCache, KVManager, namespace
@@ -47,6 +49,8 @@ __all__ = [
     "MissingExtraError",
     "ModelLoadError",
     "OutOfBlocksError",
+    "QueueFullError",
+    "QueueTimeoutError",
     "Ready",
     "RequestOutput",
     "SamplingParams",

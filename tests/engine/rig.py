@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from leafkv import LLM, RequestOutput, SamplingParams
-from leafkv.engine.request import Request, Status
+from leafkv.engine.request import Request, Sample, Status
+from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER
+from leafkv.engine.scheduler import Work
 
 from .toy import ToyLoaded, ToyModel, ToyTokenizer
 
@@ -29,36 +30,60 @@ class Rig:
         self.scheduler = self.engine.scheduler
         self.manager = self.llm.manager
         self.results: dict[str, RequestOutput] = {}
-        self.work: list[tuple[Request, int]] = []
-        self.known: dict[Request, int] = {}
+        self.work: dict[Sample, int] = {}
+        self.known: dict[Sample, int] = {}
         """The work of the last step, and how many tokens it had known."""
-        schedule = self.scheduler.schedule
+        self.out_of_blocks = False
+        """Whether the last step has preempted for blocks."""
+        schedule, reserve = self.scheduler.schedule, self.scheduler._reserve
 
-        def recorded() -> list[tuple[Request, int]]:
-            self.work = schedule()
-            self.known = {request: len(request.tokens) for request, _ in self.work}
-            return self.work
+        def recorded() -> Work:
+            self.out_of_blocks = False
+            work = schedule()
+            self.work = dict(zip(work.samples, work.counts.tolist(), strict=True))
+            self.known = dict(zip(work.samples, work.known.tolist(), strict=True))
+            assert [len(sample.tokens) for sample in work.samples] == work.known.tolist()
+            return work
+
+        def watched(*arguments: Any) -> Any:
+            before = self.scheduler.num_preemptions
+            result = reserve(*arguments)
+            self.out_of_blocks = self.scheduler.num_preemptions > before
+            return result
 
         self.scheduler.schedule = recorded  # type: ignore[method-assign]
+        self.scheduler._reserve = watched  # type: ignore[method-assign, assignment]
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
-        request = self.llm._router.prepare(prompt, params, stream=stream)
+    def add(self, prompt: Any, params: SamplingParams, *, stream: bool = False, priority: int = 0) -> Request:
+        request = self.llm._router.prepare(prompt, params, stream=stream, priority=priority)
         self.engine.add_request(request)
         return request
 
+    @property
+    def running(self) -> list[Request]:
+        return self.scheduler.running.requests()
+
+    def computed(self, request: Request) -> int:
+        """Tokens of the first live sample whose KV is written."""
+        running = self.scheduler.running
+        live = [row for row, sample in enumerate(running.samples) if sample.request is request]
+        return int(running.column(COMPUTED)[live[0]]) if live else 0
+
     def step(self) -> list[RequestOutput]:
-        preemptions = self.scheduler.num_preemptions
         waiting = set(self.scheduler.waiting)
-        oldest = self.scheduler.running[0] if self.scheduler.running else None
-        before = oldest.num_computed_tokens if oldest else 0
+        first = self.scheduler.running.samples[0] if len(self.scheduler.running) else None
+        before = self.computed(first.request) if first else 0
+        preemptions = first.request.metrics.num_preemptions if first else 0
         outputs = self.engine.step()
         for output in outputs:
             if output.finished:
                 assert output.request_id not in self.results, "finished twice"
                 self.results[output.request_id] = output
-        self._check_work(preempted=self.scheduler.num_preemptions > preemptions, waiting=waiting)
-        if oldest is not None:
-            assert oldest.finish_reason is not None or oldest.num_computed_tokens > before, "the oldest stood still"
+        self._check_work(waiting)
+        if self.scheduler.running.samples[:1] == [first] and first is not None:
+            passed = any(sample.request.order < first.request.order for sample in self.work)
+            kept = first.request.metrics.num_preemptions == preemptions and not passed
+            assert not kept or self.computed(first.request) > before, "the first stood still"
         self.check()
         return outputs
 
@@ -76,37 +101,53 @@ class Rig:
         stats = self.manager.stats()
         assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == self.manager.num_blocks
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert stats.sequences == len(running) <= self.scheduler.max_num_seqs, "only running requests hold blocks"
-        for queue in (running, waiting):
-            numbers = [request.number for request in queue]
-            assert numbers == sorted(numbers), "not in order of arrival"
-        for request in running:
-            assert request.status is Status.RUNNING
-            assert request.num_uncomputed_tokens >= 1
-            held = -(-request.num_computed_tokens // self.manager.block_size)
-            assert len(self.manager.block_table(request.number)) == held, "slots left over from a step"
-            assert request.num_computed_tokens == self.manager.num_committed(request.number)
+        assert stats.sequences == running.column(BORN).sum(), "only running samples hold blocks"
+        assert len(running) <= self.scheduler.max_num_seqs
+        for orders in ([sample.request.order for sample in running.samples], [request.order for request in waiting]):
+            assert orders == sorted(orders), "not in order of service"
+        assert self.scheduler.num_waiting == len(waiting)
+        for row, sample in enumerate(running.samples):
+            assert sample.request.status is Status.RUNNING
+            assert sample.finish_reason is None
+            computed, known, number = (int(running.column(name)[row]) for name in (COMPUTED, KNOWN, NUMBER))
+            assert number == sample.number
+            assert known == len(sample.tokens) < running.column(LIMIT)[row]
+            assert sample.tokens[-1] == running.column(LAST)[row]
+            if not running.column(BORN)[row]:
+                assert computed == 0
+                assert sample is not sample.request.live[0]
+                continue
+            assert known - computed >= 1
+            held = -(-computed // self.manager.block_size)
+            assert len(self.manager.block_table(number)) == held, "slots left over from a step"
+            assert computed == self.manager.num_committed(number)
+        for request in self.running:
+            assert [sample for sample in running.samples if sample.request is request] == request.live
         for request in waiting:
             assert request.status is Status.WAITING
-            assert request.num_computed_tokens == 0
 
     def check_drained(self) -> None:
         self.check()
         stats = self.manager.stats()
         assert stats.held_blocks == stats.sequences == 0
         assert stats.free_blocks + stats.cached_blocks == self.manager.num_blocks
-        assert not self.scheduler.running
+        assert not len(self.scheduler.running)
         assert not self.scheduler.waiting
+        for name, left in vars(self.scheduler).items():
+            if isinstance(left, dict):
+                assert not left, f"{name} is not empty"
         assert not self.engine._requests
+        assert not self.engine._queued
 
-    def _check_work(self, *, preempted: bool, waiting: set[Request]) -> None:
-        counts = [n for _, n in self.work]
+    def _check_work(self, waiting: set[Request]) -> None:
+        counts = self.work.values()
         assert all(n >= 1 for n in counts), "an empty work item"
         assert sum(counts) <= self.scheduler.max_num_batched_tokens
-        assert len({request for request, _ in self.work}) == len(self.work) <= self.scheduler.max_num_seqs
-        if preempted:
-            assert not waiting.intersection(request for request, _ in self.work), "admitted while preempting"
-        for request, known in self.known.items():
-            if request in waiting and request.status is Status.RUNNING and len(request.tokens) == known:
-                lacking = -(-known // self.manager.block_size) - len(self.manager.block_table(request.number))
+        assert len(self.work) <= self.scheduler.max_num_seqs
+        if self.out_of_blocks and self.scheduler.policy != "priority":  # a more urgent one is admitted first
+            assert not any(sample.request in waiting for sample in self.work), "admitted while preempting"
+        for sample, known in self.known.items():
+            request = sample.request
+            if request in waiting and request.status is Status.RUNNING and len(request.samples) == 1:
+                lacking = -(-known // self.manager.block_size) - len(self.manager.block_table(sample.number))
                 assert lacking <= self.manager.allocatable_blocks, "admitted without room for its known tokens"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from leafkv import LLM, SamplingParams
-from leafkv.engine import sampler
-from leafkv.engine.request import Request
+from leafkv.engine import drawing
+from leafkv.engine.scheduler import Work
 from leafkv.models import LoadedModel, load_model
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "reference_greedy.json"
@@ -31,15 +30,16 @@ Seen = dict[tuple[int, ...], str]
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Every context that was sampled from. Whoever finds one again finds the same logits."""
     found: Seen = {}
-    sample = sampler.sample
+    draw = drawing.draw
 
-    def record(logits: NDArray[np.float32], requests: Sequence[Request], num_threads: int | None) -> list[int]:
-        for row, request in zip(logits, requests, strict=True):
+    def record(logits: NDArray[np.float32], wanted: NDArray[np.int64], work: Work, **options: Any) -> drawing.Drawn:
+        sampled = [sample for sample, n in zip(work.samples, wanted.tolist(), strict=True) if n]
+        for row, sample in zip(logits, sampled, strict=True):
             digest = hashlib.sha256(row.tobytes()).hexdigest()
-            assert found.setdefault(tuple(request.tokens), digest) == digest, f"{len(request.tokens)} tokens"
-        return sample(logits, requests, num_threads)
+            assert found.setdefault(tuple(sample.tokens), digest) == digest, f"{len(sample.tokens)} tokens"
+        return draw(logits, wanted, work, **options)
 
-    monkeypatch.setattr("leafkv.engine.engine.sample", record)
+    monkeypatch.setattr("leafkv.engine.engine.draw", record)
     return found
 
 

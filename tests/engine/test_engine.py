@@ -30,13 +30,13 @@ def queued(rig: Rig) -> Request:
 def prefilling(rig: Rig) -> Request:
     request = queued(rig)
     rig.step()
-    assert 0 < request.num_computed_tokens < 30
+    assert 0 < rig.computed(request) < 30
     return request
 
 
 def decoding(rig: Rig) -> Request:
     request = rig.add(list(range(5)), greedy(20, ignore_eos=True))
-    while request.num_output_tokens < 2:
+    while request.samples[0].num_output_tokens < 2:
         rig.step()
     return request
 
@@ -69,11 +69,11 @@ def test_abort_in_every_state(state: Any) -> None:
     """B10, B11: one result, blocks free at once, a second abort is nothing."""
     rig = Rig(num_blocks=15, max_num_batched_tokens=8)
     request = state(rig)
-    before = request.output_token_ids
+    before = request.samples[0].output_token_ids
     rig.engine.abort_request(request.request_id)
     rig.engine.abort_request(request.request_id)
     assert request.status is Status.FINISHED
-    assert request not in rig.scheduler.running
+    assert request not in rig.running
     assert request not in rig.scheduler.waiting
     rig.check()
     (output,) = [output for output in rig.step() if output.request_id == request.request_id]
@@ -152,7 +152,7 @@ def test_what_a_failing_step_wrote_is_never_found() -> None:
     model.after_forward = lambda logits: None
     again = rig.add(prompt, greedy(4))
     assert rig.run()[again.request_id].outputs[0].token_ids == reference(prompt, 4)
-    assert again.num_cached_tokens == 0
+    assert again.metrics.num_cached_tokens == 0
 
 
 def test_an_interrupt_takes_the_step_back() -> None:
@@ -170,7 +170,7 @@ def test_an_interrupt_takes_the_step_back() -> None:
     results = rig.run()
     for request, token in ((old, 1), (new, 2)):
         assert results[request.request_id].outputs[0].token_ids == reference([token] * 6, 10, ignore_eos=True)
-        assert request.num_cached_tokens == 0, "what a request finds of its own again is no prefix hit"
+        assert request.metrics.num_cached_tokens == 0, "what a request finds of its own again is no prefix hit"
 
 
 @pytest.mark.parametrize("where", ["copies", "copy_blocks", "before_forward", "after_forward"])
@@ -194,7 +194,7 @@ def test_a_step_that_fails_around_its_copies(
         with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
             rig.engine.step()
     rig.check()
-    assert [request.num_cached_tokens for request in requests] == [14, 13, 7]
+    assert [request.metrics.num_cached_tokens for request in requests] == [14, 13, 7]
     if error is RuntimeError:
         assert not rig.scheduler.running
         requests = [rig.add(prompt, greedy(5, ignore_eos=True)) for prompt in prompts]
@@ -203,7 +203,7 @@ def test_a_step_that_fails_around_its_copies(
     for request in (*requests, again):
         expected = reference(request.prompt_token_ids, 5, ignore_eos=True)
         assert results[request.request_id].outputs[0].token_ids == expected
-    assert again.num_cached_tokens == 15
+    assert again.metrics.num_cached_tokens == 15
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -235,7 +235,7 @@ def test_a_commit_that_fails_ends_its_request_alone(victim: int) -> None:
     rig.step()
 
     def take_slots(logits: Any) -> None:
-        rig.manager.truncate(bad.number, bad.num_computed_tokens)
+        rig.manager.truncate(bad.samples[0].number, rig.computed(bad))
 
     model.after_forward = take_slots
     (output,) = rig.step()
@@ -253,10 +253,10 @@ def test_owed_copies_are_made_before_the_step_writes() -> None:
     rig = Rig()
     request = rig.add([1, 2, 3, 4, 5, 6], greedy(20, ignore_eos=True))
     rig.step()
-    rig.manager.fork(request.number, 999)
+    rig.manager.fork(request.samples[0].number, 999)
     shared = rig.manager.block_table(999)[-1]
     rig.engine.step()
-    assert rig.manager.block_table(request.number)[1] != shared
+    assert rig.manager.block_table(request.samples[0].number)[1] != shared
     rig.manager.release(999)
     expected = reference([1, 2, 3, 4, 5, 6], 20, ignore_eos=True)
     assert rig.run()[request.request_id].outputs[0].token_ids == expected

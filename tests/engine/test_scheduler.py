@@ -86,11 +86,11 @@ def test_a_waiter_lets_others_pass_and_outlives_its_leader() -> None:
     model.before_forward = lambda batch: rig.engine.abort_request(leader.request_id)
     rig.step()
     assert rig.scheduler.waiting == [waiter]
-    assert rig.scheduler.running == [other], "a waiter blocks those behind it"
+    assert rig.running == [other], "a waiter blocks those behind it"
     model.before_forward = lambda batch: None
     rig.step()
-    assert waiter in rig.scheduler.running
-    assert waiter.num_cached_tokens == 0, "the leader has committed nothing"
+    assert waiter in rig.running
+    assert waiter.metrics.num_cached_tokens == 0, "the leader has committed nothing"
     assert rig.run()[waiter.request_id].outputs[0].token_ids == reference([*shared, 2], 4)
 
 
@@ -129,7 +129,7 @@ def test_cached_blocks_count_once_in_admission() -> None:
     assert rig.manager.stats().cached_blocks == 12
     long = rig.add([*prefix, *range(15)], greedy(1))
     rig.step()
-    assert long.num_cached_tokens == 48, "12 cached and 4 free blocks are enough for 16"
+    assert long.metrics.num_cached_tokens == 48, "12 cached and 4 free blocks are enough for 16"
     rig.run()
 
     # Now with 2 of the 4 free blocks taken: 12 cached + 2 free are 14, and 4 more than the hit are needed. A first
@@ -159,7 +159,7 @@ def test_a_copy_of_what_others_hold_counts_in_admission() -> None:
     rig.step()
     assert rig.scheduler.waiting == [long]
     rig.run()
-    assert long.num_cached_tokens == 6
+    assert long.metrics.num_cached_tokens == 6
     assert rig.engine.stats().preemptions == 0
 
     # The last block is written in place where nobody else has it, and a request of the size of the pool runs.
@@ -169,7 +169,7 @@ def test_a_copy_of_what_others_hold_counts_in_admission() -> None:
     prompt = [*range(10), *[60] * 5]
     full = rig.add(prompt, greedy(1))
     assert rig.run()[full.request_id].outputs[0].token_ids == reference(prompt, 1)
-    assert full.num_cached_tokens == 10
+    assert full.metrics.num_cached_tokens == 10
 
 
 def test_a_failed_admission_keeps_no_stale_hit() -> None:
@@ -186,7 +186,7 @@ def test_a_failed_admission_keeps_no_stale_hit() -> None:
     assert blocked.status is Status.WAITING
     assert rig.manager.evict(2) == 2
     results = rig.run()
-    assert blocked.num_cached_tokens <= 8
+    assert blocked.metrics.num_cached_tokens <= 8
     assert results[blocked.request_id].outputs[0].token_ids == reference([*prefix, *range(20)], 2)
 
 
@@ -231,12 +231,12 @@ def test_chunks_and_hits_do_not_change_the_logits(budget: int, partial_hits: boo
         rig.add([3, 3], greedy(40, ignore_eos=True))
         rig.step()
         request = rig.add(prompt, greedy(1))
-        while request.finish_reason is None:
+        while request.samples[0].finish_reason is None:
             seen.clear()
             rig.step()
         assert any((row == reference_logits(prompt)).all() for row in seen)
         hit = min(cached, len(prompt) - 1)
-        assert request.num_cached_tokens == (hit if partial_hits else hit // 4 * 4)
+        assert request.metrics.num_cached_tokens == (hit if partial_hits else hit // 4 * 4)
 
 
 def test_the_batch_does_not_change_a_request() -> None:
@@ -258,9 +258,9 @@ def test_little_memory_is_wasted() -> None:
     worst = 0.0
     while rig.engine.has_unfinished_requests():
         rig.step()
-        if all(len(request.tokens) >= 1000 for request in requests):
+        if all(len(request.samples[0].tokens) >= 1000 for request in requests):
             held = rig.manager.stats().held_blocks * 16
-            used = sum(request.num_computed_tokens for request in rig.scheduler.running)
+            used = sum(rig.computed(request) for request in rig.running)
             worst = max(worst, 1 - used / held if held else 0.0)
     assert 0 < worst < 0.04
 

@@ -100,6 +100,8 @@ class ToyTokenizer:
     vocab_size = VOCAB
     bos_token_id = None
     eos_token_ids = (EOS,)
+    added_ids = special_ids = frozenset({EOS})
+    decodes_in_order = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) - ord("A") for c in text]
@@ -114,8 +116,14 @@ class ToyTokenizer:
         decode = self.decode
 
         class Stream:
-            def step(self, token: int) -> str | None:
-                return decode([token], skip_special_tokens) or None
+            def step(self, token: int) -> str:
+                return decode([token], skip_special_tokens)
+
+            def held(self) -> str:
+                return ""
+
+            def finish(self) -> str:
+                return ""
 
         return Stream()
 

@@ -1,22 +1,24 @@
 """The arrays of one step, filled in place: the flattened batch that the model computes.
 
-The buffers are allocated once and reused, so a batch is valid until the next one is built. In Python the cost is
-O(requests); tokens, blocks and slots are copied by numpy and the KV manager.
+The buffers are allocated once and reused, so a batch is valid until the next one is built. The cost is a few numpy
+calls, and one for each sample that computes more than its last token; tables and slots are written by the KV manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from leafkv._core import AttentionPlan
+from leafkv.engine.running import LAST, NUMBER
 from leafkv.models.batch import Batch
 
 if TYPE_CHECKING:
     from leafkv._core import KVManager
-    from leafkv.engine.scheduler import WorkItem
+    from leafkv.engine.running import Running
+    from leafkv.engine.scheduler import Work
     from leafkv.models.config import ModelConfig
 
 
@@ -46,31 +48,36 @@ class BatchBuilder:
         # What is in each row: a request that keeps its place in the batch gets only what changed of its table.
         self._stamps = np.zeros(max_seqs, np.uint64)
 
-    def build(self, work: Sequence[WorkItem]) -> Batch:
-        """The batch of a step. Its logits are those of the requests whose last known token it computes."""
-        counts = np.array([n for _, n in work], np.int64)
-        computed = np.array([request.num_computed_tokens for request, _ in work], np.int64)
-        known = np.array([len(request.tokens) for request, _ in work], np.int64)
+    def build(self, work: Work, running: Running, wanted: NDArray[np.int64]) -> Batch:
+        """The batch of a step. Its logits are those of the last ``wanted[i]`` tokens that each item computes."""
+        counts = work.counts
         starts = np.zeros(len(work) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         total = int(starts[-1])
 
         token_ids, slots = self._token_ids[:total], self._slots[:total]
-        for (request, n), start in zip(work, starts.tolist(), strict=False):
-            first = request.num_computed_tokens
-            token_ids[start : start + n] = request.tokens[first : first + n]
-        numbers = [request.number for request, _ in work]
+        token_ids[starts[1:] - 1] = running.column(LAST)[work.rows]
+        several = (counts > 1) | (work.computed + counts < work.known)
+        for item in several.nonzero()[0].tolist():
+            sample, first, start, n = work.samples[item], int(work.computed[item]), int(starts[item]), int(counts[item])
+            ids = sample.tokens[first : first + n]
+            if len(ids) < n:
+                ids.extend(work.drafts[sample])
+            token_ids[start : start + n] = ids
+        numbers = running.column(NUMBER)[work.rows]
         tables = self._tables[: len(work)]
         self._manager.tables(numbers, tables, self._stamps[: len(work)])
         self._manager.slots(numbers, counts, slots)
+        positions = np.arange(total)
+        positions += (work.computed - starts[:-1]).repeat(counts)
         return Batch(
             token_ids=token_ids,
-            positions=np.arange(total) + (computed - starts[:-1]).repeat(counts),
+            positions=positions,
             slots=slots,
             plan=AttentionPlan(
                 tables,
                 starts,
-                (computed + counts).astype(np.int32),
+                (work.computed + counts).astype(np.int32),
                 num_heads=self._config.num_heads,
                 num_kv_heads=self._config.num_kv_heads,
                 head_dim=self._config.head_dim,
@@ -78,6 +85,12 @@ class BatchBuilder:
                 num_blocks=self._manager.num_blocks,
                 num_threads=self._num_threads,
             ),
-            logit_rows=(starts[1:] - 1)[computed + counts == known].astype(np.int64),
+            logit_rows=_last(starts[1:], wanted),
             num_threads=self._num_threads,
         )
+
+
+def _last(ends: NDArray[np.int32], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last ``wanted[i]`` rows before ``ends[i]``, all one after another."""
+    before = wanted.cumsum() - wanted
+    return np.arange(int(wanted.sum())) + (ends - wanted - before).repeat(wanted)

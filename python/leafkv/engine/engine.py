@@ -1,26 +1,32 @@
-"""One step of the engine: schedule, compute, sample, commit, report.
+"""One step of the engine: schedule, compute, draw, commit, report.
 
-A request that fails (an error of the model in its step, logits that are no distribution) ends with finish reason
-"error" and its blocks released; the others go on. Not safe for use by several threads: :class:`LLM` adds a lock.
+A request that fails ends with finish reason "error", its blocks released; the others go on. What fails in one request
+(its sampling parameters, its logits, its text) is that one's error alone; what fails in the step (the model, the
+kernel) is the error of all requests of the step. Not safe for use by several threads: its faces, `LLM` and
+`AsyncEngine`, see to that.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from leafkv.engine.batch_builder import BatchBuilder
+from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
-from leafkv.engine.sampler import INVALID, sample
-from leafkv.engine.scheduler import Scheduler, WorkItem
-from leafkv.errors import InvalidInputError, InvariantError, LeafKVError
+from leafkv.engine.running import EOS, LAST, LIMIT, WATCHED
+from leafkv.engine.scheduler import Scheduler, Work
+from leafkv.errors import InvalidInputError, InvariantError, LeafKVError, QueueFullError, QueueTimeoutError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from leafkv.engine.request import FinishReason, Request
+    from leafkv.engine.request import FinishReason, Request, Sample
+    from leafkv.engine.scheduler import Proposer
+    from leafkv.engine.waiting import Policy
     from leafkv.kv import KVCache, KVManager
     from leafkv.models.batch import Model
 
@@ -36,6 +42,8 @@ class EngineStats:
     computed_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     running: int = 0
     waiting: int = 0
@@ -48,11 +56,16 @@ class Engine:
         model: what computes the logits.
         manager: bookkeeping of ``cache``.
         cache: the KV memory.
-        eos_token_ids: tokens that end a request.
+        eos_token_ids: tokens that end a sample.
         max_num_batched_tokens: tokens per step at most.
-        max_num_seqs: running requests at most.
-        max_model_len: tokens per request at most, its answer included.
+        max_num_seqs: running samples at most.
+        max_model_len: tokens per sample at most, its answer included.
         num_threads: threads for attention and matrix products; None for all.
+        policy: who is admitted first, see `waiting`.
+        max_waiting: requests that wait at most; None for any number.
+        queue_timeout: seconds that a request waits at most to be first admitted; None for ever.
+        proposer: guesses tokens that are then checked several at a time; None for no speculation.
+        decode: the text of one token, for logprobs.
     """
 
     def __init__(
@@ -66,11 +79,22 @@ class Engine:
         max_num_seqs: int,
         max_model_len: int,
         num_threads: int | None = None,
+        policy: Policy = "fcfs",
+        max_waiting: int | None = None,
+        queue_timeout: float | None = None,
+        proposer: Proposer | None = None,
+        decode: Callable[[int], str] | None = None,
     ) -> None:
         self.model = model
         self.manager = manager
         self.cache = cache
-        self.scheduler = Scheduler(manager, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        self.scheduler = Scheduler(
+            manager,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            proposer=proposer,
+        )
         self._builder = BatchBuilder(
             manager,
             model.config,
@@ -80,23 +104,44 @@ class Engine:
             num_threads=num_threads,
         )
         self._num_threads = num_threads
-        self._eos_token_ids = eos_token_ids
+        self._is_eos = np.zeros(model.config.vocab_size, bool)
+        self._is_eos[[token for token in eos_token_ids if token < model.config.vocab_size]] = True
+        self._max_waiting = max_waiting
+        self._queue_timeout = queue_timeout
+        self._decode = decode
         self._requests: dict[str, Request] = {}
-        self._outputs: list[RequestOutput] = []
-        """What the step, or an abort before it, has to report."""
+        self._queued: dict[Request, None] = {}
+        """Requests that were never admitted, oldest first, where they may wait but for a while."""
+        self._news: dict[Request, None] = {}
+        """Requests of which the step, or an abort before it, has something to report."""
         self._arrivals = 0
+        self._now = 0.0
         self._steps = 0
         self._computed_prompt_tokens = 0
         self._generated_tokens = 0
+        self._draft_tokens = 0
+        self._accepted_tokens = 0
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that the router has made."""
+        """Queue a request that the router has made.
+
+        Raises:
+            QueueFullError: ``max_waiting`` requests wait already.
+            InvalidInputError: an unfinished request has the same id.
+        """
         if request.request_id in self._requests:
             raise InvalidInputError(f"request_id: {request.request_id!r} belongs to a request not finished yet")
+        waiting = self.scheduler.num_waiting
+        if self._max_waiting is not None and waiting >= self._max_waiting:
+            raise QueueFullError(f"{waiting} requests are waiting, which is as many as may (max_waiting)")
         request.number = self._arrivals
+        for sample in request.samples:
+            sample.number = self._arrivals
+            self._arrivals += 1
         request.metrics.arrival_time = time.monotonic()
-        self._arrivals += 1
         self._requests[request.request_id] = request
+        if self._queue_timeout is not None:
+            self._queued[request] = None
         self.scheduler.add(request)
 
     def abort_request(self, request_id: str) -> None:
@@ -110,7 +155,12 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do or to report."""
-        return bool(self._requests or self._outputs)
+        return bool(self._requests or self._news)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
 
     def stats(self) -> EngineStats:
         """The counters now."""
@@ -119,98 +169,218 @@ class Engine:
             computed_prompt_tokens=self._computed_prompt_tokens,
             cached_prompt_tokens=self.scheduler.num_cached_tokens,
             generated_tokens=self._generated_tokens,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
             preemptions=self.scheduler.num_preemptions,
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=self.scheduler.num_waiting,
         )
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens of some requests; return what became known since the last step."""
+        self._expire()
         work = self.scheduler.schedule()
-        if work:
+        if len(work):
             self._run(work)
         elif self._requests:
             raise InvariantError(f"{len(self._requests)} requests, and nothing to do for any of them")
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        news, self._news = self._news, {}
+        return [RequestOutput.of(request) for request in news]
 
-    def _run(self, work: list[WorkItem]) -> None:
+    def _expire(self) -> None:
+        """End requests that have waited for too long."""
+        limit = self._queue_timeout
+        while limit is not None and self._queued:
+            request = next(iter(self._queued))
+            waited = time.monotonic() - (request.metrics.arrival_time or 0.0)
+            if request.metrics.first_scheduled_time is None and not request.finished:
+                if waited < limit:
+                    return
+                what = (
+                    f"request {request.request_id} has waited for {waited:.1f} s, and may for {limit:g} (queue_timeout)"
+                )
+                self._finish(request, "error", QueueTimeoutError(what))
+            self._queued.pop(request, None)
+
+    def _run(self, work: Work) -> None:
         self._steps += 1
         try:
-            tokens = self._compute(work)
-            for request, n in work:
-                if request.finish_reason is None:  # it may have been aborted while the model ran
-                    self._advance(request, n, tokens.get(request))
+            logits, wanted = self._compute(work)
+            drawn = draw(
+                logits,
+                wanted,
+                work,
+                forking=self.scheduler.forking,
+                thorough=self.scheduler.thorough,
+                num_threads=self._num_threads,
+                decode=self._decode,
+            )
+            self._account(work, drawn)
         except Exception as error:
             # What the step has written is not committed: nobody will find it.
-            for request, _ in work:
-                if request.finish_reason is None:
-                    self._finish(request, "error", error)
+            for request in _requests_of(work.samples):
+                self._finish(request, "error", error)
         except BaseException:  # Ctrl-C: the step is taken back, and computed again if somebody goes on
-            for request, _ in work:
-                if request.finish_reason is None:
-                    self.scheduler.preempt(request)
+            for request in _requests_of(work.samples):
+                self.scheduler.preempt(request)
             raise
 
-    def _compute(self, work: list[WorkItem]) -> dict[Request, int]:
-        """Run the model; return the next token of each request whose known tokens are all computed then."""
-        copies = self.manager.copies()
-        if len(copies):
-            self.cache.copy_blocks(copies)
-        batch = self._builder.build(work)
+    def _compute(self, work: Work) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Run the model; return logits, and how many rows of them each item has: of its last tokens."""
+        for copies in (*work.copies, self.manager.copies()):
+            if len(copies):
+                self.cache.copy_blocks(copies)
+        wanted = self.scheduler.logits_wanted(work)
+        batch = self._builder.build(work, self.scheduler.running, wanted)
         logits: NDArray[np.float32] = self.model.forward(batch, self.cache)
-        sampled = [request for request, n in work if request.num_uncomputed_tokens == n]
-        expected = (len(sampled), self.model.config.vocab_size)
+        expected = (int(wanted.sum()), self.model.config.vocab_size)
         if logits.shape != expected:
             raise LeafKVError(f"the model gave logits of shape {logits.shape}, expected {expected}")
-        return dict(zip(sampled, sample(logits, sampled, self._num_threads), strict=True))
+        return logits, wanted
 
-    def _advance(self, request: Request, n: int, token: int | None) -> None:
-        """Account for ``n`` computed tokens and, if there is one, the next token."""
-        if token == INVALID:
-            what = f"request {request.request_id}: the logits after {len(request.tokens)} tokens are not a distribution"
-            self._finish(request, "error", LeafKVError(f"{what} (NaN, infinite, or all -inf)"))
-            return
+    def _account(self, work: Work, drawn: Drawn) -> None:
+        """The work is done: its KV becomes findable, its tokens known, and whoever has all of them ends."""
+        if work.drafts:
+            drafts = sum(map(len, work.drafts.values()))
+            self._draft_tokens += drafts
+            self._accepted_tokens += drafts - int(drawn.rejected.sum())
+        for request, error in drawn.failed.items():
+            self._finish(request, "error", error)
+        scheduler = self.scheduler
+        here = scheduler.current(work)
+        if not here.all():  # requests failed just now, or were aborted while the model ran
+            work, drawn = work.only(here), drawn.only(here)
+        written = work.counts - drawn.rejected
         try:
-            done = request.num_computed_tokens
-            self.manager.commit(request.number, done + n, () if token is None else (token,))
-            request.num_computed_tokens = done + n
-            self._computed_prompt_tokens += max(0, min(done + n, len(request.prompt_token_ids)) - done)
-            if token is not None:
-                self._append(request, token)
+            scheduler.commit(work, written, drawn.tokens, drawn.new)
+        except Exception:  # whatever it is, it may be one request's alone
+            work, drawn, written = self._commit_each(work, drawn, written)
+        prompts = scheduler.prompt_lengths(work)
+        ends = np.minimum(work.computed + written, prompts) - np.minimum(work.computed, prompts)
+        self._computed_prompt_tokens += int(ends.sum())
+        self._now = time.monotonic()
+        for sample in scheduler.bear():
+            if sample in drawn.firsts:
+                scheduler.commit_first(sample, drawn.firsts[sample])
+        self._take_all(work, drawn, prompts)
+
+    def _take_all(self, work: Work, drawn: Drawn, prompts: NDArray[np.int64]) -> None:
+        """Give the samples their tokens. Most want nothing but to have them."""
+        running, rows, new = self.scheduler.running, work.rows, drawn.new
+        looked_at = running.column(WATCHED)[rows] != 0
+        looked_at |= work.known + new >= running.column(LIMIT)[rows]
+        looked_at |= self._is_eos[running.column(LAST)[rows]] & (running.column(EOS)[rows] != 0)
+        looked_at |= work.known == prompts
+        looked_at |= new > 1
+        looked_at &= new > 0
+        self._generated_tokens += int(new.sum())
+        starts = new.cumsum() - new
+        plain = (new > 0) & ~looked_at
+        for item, token in zip(plain.nonzero()[0].tolist(), drawn.tokens[starts[plain]].tolist(), strict=True):
+            work.samples[item].tokens.append(token)
+        for item in looked_at.nonzero()[0].tolist():
+            start = int(starts[item])
+            self._take(work.samples[item], drawn.tokens[start : start + int(new[item])].tolist(), drawn)
+        for sample, token in drawn.firsts.items():
+            if sample.finish_reason is None and sample.number >= 0:
+                self._generated_tokens += 1
+                self._take(sample, [token], drawn)
+
+    def _take(self, sample: Sample, tokens: list[int], drawn: Drawn) -> None:
+        """Give a sample tokens, one after another, until one ends it."""
+        request = sample.request
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = self._now
+        try:
+            reason = None
+            logprobs = drawn.logprobs.get(sample, ())
+            for index, token in enumerate(tokens):
+                sample.tokens.append(token)
+                if sample.logprobs is not None and sample.cumulative_logprob is not None:
+                    sample.logprobs.append(logprobs[index])
+                    sample.cumulative_logprob += logprobs[index][token].logprob
+                reason = self._reason_to_end(sample, token)
+                if reason is not None:
+                    self._generated_tokens -= len(tokens) - index - 1
+                    break
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(request, "error", error)
-
-    def _append(self, request: Request, token: int) -> None:
-        request.tokens.append(token)
-        self._generated_tokens += 1
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = time.monotonic()
-        reason = self._reason_to_end(request, token)
-        # The token that stopped a request is no part of its text.
-        if request.detokenizer is not None and reason != "stop":
-            request.detokenizer.push(token)
+            return
         if reason is not None:
-            self._finish(request, reason)
-        elif request.stream:
-            self._outputs.append(RequestOutput.of(request))
+            self._finish_sample(sample, reason)
+        if request.stream:
+            self._news[request] = None
 
-    def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
-        if token in self._eos_token_ids and not request.params.ignore_eos:
+    def _reason_to_end(self, sample: Sample, token: int) -> FinishReason | None:
+        params = sample.params
+        if token in sample.request.stop_ids:
+            if token in (params.stop_token_ids or ()):
+                sample.stop_reason = token
+            # The token that stopped a request is no part of its text.
+            if params.include_stop_str_in_output and sample.detokenizer is not None and sample.request.watched:
+                sample.detokenizer.push(token)
             return "stop"
-        if token in request.stop_token_ids:
-            request.stop_reason = token
+        if sample.guide is not None:
+            sample.guide.accept(token)
+        if sample.detokenizer is not None and sample.request.watched:
+            sample.stop_reason = sample.detokenizer.push(token)
+            if sample.stop_reason is not None:
+                return "stop"
+        if sample.guide is not None and sample.guide.stopped:
             return "stop"
-        return "length" if request.num_output_tokens == request.max_tokens else None
+        return "length" if sample.num_output_tokens >= sample.request.max_tokens else None
+
+    def _finish_sample(self, sample: Sample, reason: FinishReason) -> None:
+        """End one sample, and the request with the last one."""
+        sample.finish_reason = reason
+        self._end_text(sample)
+        if sample.request.live:
+            self.scheduler.finish_sample(sample)
+        else:
+            self._finish(sample.request, reason)
 
     def _finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request with all its samples, unless it has ended."""
+        if request.finished:
+            return
         self.scheduler.finish(request)
         del self._requests[request.request_id]
-        request.finish_reason = reason
+        self._queued.pop(request, None)
+        request.error = error or request.error
+        for sample in request.live:
+            sample.finish_reason = reason
+            self._end_text(sample)
         request.metrics.finished_time = time.monotonic()
+        request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
+        self._news[request] = None
+
+    def _end_text(self, sample: Sample) -> None:
         try:
-            if request.detokenizer is not None:
-                request.detokenizer.flush()
-        except Exception as flush_error:  # the request has ended all the same, and somebody waits to hear of it
-            request.finish_reason, error = "error", error or flush_error
-        self._outputs.append(RequestOutput.of(request, error))
+            sample.end_text()
+        except Exception as error:  # the sample has ended all the same, and somebody waits to hear of it
+            sample.finish_reason = "error"
+            sample.request.error = sample.request.error or error
+
+    def _commit_each(
+        self, work: Work, drawn: Drawn, written: NDArray[np.int64]
+    ) -> tuple[Work, Drawn, NDArray[np.int64]]:
+        """Commit item by item; those that cannot be end."""
+        good = np.ones(len(work), bool)
+        for item in range(len(work)):
+            only = np.arange(len(work)) == item
+            one, its = work.only(only), drawn.only(only)
+            if not self.scheduler.current(one).all():  # another sample of its request has failed
+                good[item] = False
+                continue
+            try:
+                self.scheduler.commit(one, written[only], its.tokens, its.new)
+            except Exception as error:
+                good[item] = False
+                self._finish(work.samples[item].request, "error", error)
+        good &= self.scheduler.current(work)
+        return work.only(good), drawn.only(good), written[good]
+
+
+def _requests_of(samples: Iterable[Sample]) -> list[Request]:
+    """The requests of samples that have not ended, each once."""
+    return [*dict.fromkeys(sample.request for sample in samples if not sample.request.finished)]

@@ -12,10 +12,12 @@ from leafkv import log
 from leafkv._checks import check_integer
 from leafkv.engine.engine import Engine, EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
+from leafkv.engine.logprobs import token_decoder
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
 from leafkv.engine.sampling_params import SamplingParams
+from leafkv.engine.speculation import proposer_of
 from leafkv.errors import InvalidInputError, InvariantError
 from leafkv.kv import KVCache, KVManager, size_from_memory
 from leafkv.kv.cache import DTYPES
@@ -76,6 +78,10 @@ class LLM:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         num_threads: int | None = None,
+        scheduling_policy: str = "fcfs",
+        speculative_config: Any = None,
+        max_waiting: int | None = None,
+        queue_timeout: float | None = None,
     ) -> None:
         block_size = check_integer("block_size", block_size, 1)
         max_num_batched_tokens = check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -115,21 +121,30 @@ class LLM:
         )
         self.cache = KVCache(num_blocks, *shape)
         self._tokenizer = tokenizer = loaded.tokenizer
+        eos = frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ())
         self._router = Router(
             tokenizer,
             vocab_size=config.vocab_size,
             max_model_len=max_model_len,
-            max_pool_tokens=num_blocks * block_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            eos_token_ids=eos,
         )
         self.engine = Engine(
             loaded.model,
             self.manager,
             self.cache,
-            eos_token_ids=frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
+            eos_token_ids=eos,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=min(max_model_len, num_blocks * block_size),
             num_threads=num_threads,
+            policy=scheduling_policy,
+            proposer=proposer_of(speculative_config),
+            max_waiting=max_waiting,
+            queue_timeout=queue_timeout,
+            decode=token_decoder(tokenizer) if tokenizer else None,
         )
         self._lock = threading.Lock()
         self._inboxes: dict[str, deque[RequestOutput]] = {}

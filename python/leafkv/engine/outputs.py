@@ -5,36 +5,60 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from leafkv.engine.sampling_params import RequestOutputKind
+
 if TYPE_CHECKING:
-    from leafkv.engine.request import FinishReason, Request, RequestMetrics
+    from leafkv.engine.logprobs import Logprob
+    from leafkv.engine.request import FinishReason, Request, RequestMetrics, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The answer so far.
+    """One sample of the answer so far, or what is new of it (``output_kind`` DELTA).
 
-    ``finish_reason`` is None while the request runs, then "stop" (a stop token), "length" (``max_tokens``), "abort"
-    or "error". ``stop_reason`` is the stop token of ``SamplingParams.stop_token_ids`` that ended it, None for
-    end-of-sequence.
+    ``finish_reason`` is None while the sample runs, then "stop" (a stop token or string), "length" (``max_tokens``),
+    "abort" or "error". ``stop_reason`` is the stop string, or the stop token of ``SamplingParams.stop_token_ids``, that
+    ended it, None for end-of-sequence. ``cumulative_logprob`` is of all tokens so far, where ``logprobs`` are wanted.
     """
 
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         """Whether there is no more to come."""
         return self.finish_reason is not None
 
+    @classmethod
+    def of(cls, sample: Sample) -> CompletionOutput:
+        """The state of ``sample`` now; what it has of it by then counts as sent."""
+        delta = sample.params.output_kind is RequestOutputKind.DELTA
+        tokens = sample.num_sent_tokens if delta else 0
+        sample.num_sent_tokens = sample.num_output_tokens
+        sample.end_is_sent = sample.finish_reason is not None
+        return cls(
+            index=sample.index,
+            text=sample.detokenizer.delta() if delta and sample.detokenizer is not None else sample.text,
+            token_ids=sample.tokens[sample.num_prompt_tokens + tokens :].tolist(),
+            cumulative_logprob=sample.cumulative_logprob,
+            logprobs=None if sample.logprobs is None else sample.logprobs[tokens:],
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request and its answer so far; ``finished`` says whether that is all of it.
+    """A request and its answers so far; ``finished`` says whether that is all of them.
 
-    ``num_cached_tokens`` of the prompt's tokens came from the prefix cache when the request was first admitted.
-    ``error`` is what ended it, with ``finish_reason`` "error": `LLM` raises it where the answer is awaited.
+    ``outputs`` are its samples; of a stream of deltas those that have something new. ``num_cached_tokens`` of the
+    prompt's tokens came from the prefix cache when the request was first admitted. ``prompt_logprobs`` has an entry a
+    prompt token, None for the first. ``error`` is what ended it, with ``finish_reason`` "error": `LLM` and
+    `AsyncEngine` raise it where the answer is awaited.
     """
 
     request_id: str
@@ -44,25 +68,29 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, request: Request, error: Exception | None = None) -> RequestOutput:
+    def of(cls, request: Request) -> RequestOutput:
         """The state of ``request`` now."""
-        completion = CompletionOutput(
-            index=0,
-            text=request.text,
-            token_ids=request.output_token_ids,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
+        samples = request.samples
+        if request.params.output_kind is RequestOutputKind.DELTA:
+            samples = [sample for sample in samples if has_news(sample)]
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.finish_reason is not None,
-            num_cached_tokens=request.num_cached_tokens,
+            outputs=[CompletionOutput.of(sample) for sample in samples],
+            finished=request.finished,
+            num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=request.metrics,
-            error=error,
+            prompt_logprobs=request.prompt_logprobs,
+            error=request.error,
         )
+
+
+def has_news(sample: Sample) -> bool:
+    """Whether a stream of deltas has not had all of it."""
+    ended = sample.finish_reason is not None
+    return ended != sample.end_is_sent or sample.num_output_tokens > sample.num_sent_tokens

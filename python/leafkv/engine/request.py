@@ -1,8 +1,11 @@
-"""A request on its way through the engine.
+"""A request on its way through the engine, and the samples that it asks for.
 
-``tokens`` are all known ones: the prompt, then what was sampled. Of these the KV of the first
-``num_computed_tokens`` is written. There is no prefill and no decode: a running request has tokens left to
-compute, many or one, and is sampled from when the last known one has been computed.
+A request is what somebody asked: a prompt, parameters, a place in the queue. Its ``n`` samples are what runs: each is
+a sequence of its own in the KV manager, with its own seed, text and end. They share the blocks of the prompt.
+
+``tokens`` of a sample are all known ones: the prompt, then what was sampled. There is no prefill and no decode: a
+running sample has known tokens whose KV is not computed yet, many or one, and is sampled from when the last known one
+has been computed. How far that is, is in the columns of `running`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from leafkv.engine.detokenizer import Detokenizer
+    from leafkv.engine.guided import Guide
+    from leafkv.engine.logprobs import Logprob
     from leafkv.engine.sampling_params import SamplingParams
 
 
@@ -22,13 +27,42 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of ``time.monotonic()``; None until it happens."""
+    """Times of a request, in seconds of ``time.monotonic()``, and counts; a time is None until it comes."""
 
     arrival_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the request was first admitted."""
+    num_generated_tokens: int = 0
+    """Of all samples."""
+    num_draft_tokens: int = 0
+    """Tokens that speculation proposed."""
+    num_accepted_tokens: int = 0
+    """Those of them that were what the model would have said."""
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed for it."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds a token after the first, once the request has ended; of all samples together."""
+        took = _between(self.first_token_time, self.finished_time)
+        return None if took is None or self.num_generated_tokens < 2 else took / (self.num_generated_tokens - 1)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 class Status(Enum):
@@ -37,6 +71,71 @@ class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One of the answers of a request."""
+
+    request: Request = field(repr=False)
+    index: int
+    seed: int
+    detokenizer: Detokenizer | None = None
+    guide: Guide | None = None
+    number: int = -1
+    """Its sequence id in the KV manager. The engine sets it."""
+    tokens: array[int] = field(init=False, repr=False)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    num_sent_tokens: int = 0
+    end_is_sent: bool = False
+    """What a stream of deltas has had of it."""
+
+    def __post_init__(self) -> None:
+        self.tokens = array("i", self.request.prompt_token_ids)
+        if self.params.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's."""
+        return self.request.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far, as a new list."""
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def text(self) -> str:
+        """The text generated so far, as far as it may be shown."""
+        return self.detokenizer.text if self.detokenizer is not None else ""
+
+    def end_text(self) -> None:
+        """No token follows: settle what the text is."""
+        if self.detokenizer is None:
+            return
+        if self.request.watched:  # it has had each token as it came
+            stop = self.detokenizer.finish()
+            if stop is not None and self.finish_reason == "length":
+                self.finish_reason, self.stop_reason = "stop", stop
+            return
+        tokens = self.tokens[self.num_prompt_tokens :]
+        if self.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            tokens.pop()  # what stopped a sample is no part of its text
+        self.detokenizer.finish_all(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,41 +148,57 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
-    stop_token_ids: frozenset[int]
-    """Those that end it besides the model's end-of-sequence tokens."""
-    detokenizer: Detokenizer | None = None
+    """Of the first sample; each next one has the next seed."""
+    stop_ids: frozenset[int]
+    """Tokens that end a sample: the model's end of sequence unless that is ignored, and those asked for."""
+    bad_word_ids: list[tuple[int, ...]] = field(default_factory=list)
+    namespace: bytes = b""
+    """What must be equal for KV to be shared, see `KVManager.begin`."""
+    priority: int = 0
+    """Lower goes first, where the scheduler's policy is by priority."""
     stream: bool = False
     """Whether every token is reported, or the finished answer alone."""
 
+    samples: list[Sample] = field(init=False, repr=False)
     number: int = -1
-    """Order of arrival: the age of the request, and its sequence id in the KV manager. The engine sets it."""
+    """Order of arrival. The engine sets it."""
+    rank: int = 0
+    """Lower goes first; of equals the older. The scheduler sets it."""
     status: Status = Status.WAITING
-    tokens: array[int] = field(init=False, repr=False)
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: Exception | None = None
+    """What ended it, where ``finish_reason`` is "error"."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:
-        self.tokens = array("i", self.prompt_token_ids)
+        self.samples = [Sample(self, index, (self.seed + index) % 2**64) for index in range(self.params.n)]
+        self.metrics.num_prompt_tokens = len(self.prompt_token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing comes before the first token
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose KV is not written yet: at least one while the request is alive."""
-        return len(self.tokens) - self.num_computed_tokens
+    def order(self) -> tuple[int, int]:
+        """By this, ascending, requests are served."""
+        return self.rank, self.number
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.prompt_token_ids)
+    def live(self) -> list[Sample]:
+        """The samples that have not ended."""
+        return [sample for sample in self.samples if sample.finish_reason is None]
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens generated so far, as a new list."""
-        return self.tokens[len(self.prompt_token_ids) :].tolist()
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return self.status is Status.FINISHED
 
     @property
-    def text(self) -> str:
-        """The text generated so far, in whole characters."""
-        return self.detokenizer.text if self.detokenizer is not None else ""
+    def watched(self) -> bool:
+        """Whether each token is looked at when it comes, and not only the last one."""
+        params = self.params
+        looked_for = params.stop or params.stop_token_ids or params.structured_outputs
+        return bool(self.stream or looked_for or params.logprobs is not None)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a prefix hit serves it: logprobs of the prompt need all of it computed, once."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.prompt_token_ids)

@@ -12,7 +12,6 @@ same whatever the batch, the chunks and the preemptions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ from leafkv.engine.logprobs import Logprob, token_logprobs
 
 if TYPE_CHECKING:
     from leafkv.engine.logits import Sampled
-    from leafkv.engine.request import Request
     from leafkv.engine.sampling_params import SamplingParams
 
 INVALID = -1
@@ -72,15 +70,6 @@ def pick(logits: NDArray[np.float32], sequence: Sampled) -> Pick:
 
 def _likeliest(logits: NDArray[np.float32]) -> int:
     return int(argmax(logits[None], num_threads=1)[0])
-
-
-def sample(logits: NDArray[np.float32], requests: Sequence[Request], num_threads: int | None = None) -> list[int]:
-    """Pick the next token of each request from its row of ``logits`` [len(requests), vocabulary]."""
-    tokens: list[int] = greedy(logits, num_threads).tolist()
-    for row, request in enumerate(requests):
-        if tokens[row] != INVALID and not request.params.greedy:
-            tokens[row] = draw(logits[row], request.params, request.seed, len(request.tokens))
-    return tokens
 
 
 def draw(logits: NDArray[np.float32], params: SamplingParams, seed: int, position: int) -> int:

@@ -1,160 +1,521 @@
 """Who computes how many tokens in the next step: continuous batching with chunked prefill.
 
-There is no prefill and no decode here, only requests with known tokens whose KV is not computed yet. A step
-spends a budget of tokens on them:
+There is no prefill and no decode here, only samples with known tokens whose KV is not computed yet. A step spends a
+budget of tokens on them:
 
-1. Running requests, oldest first. When blocks run out, the newest running request is preempted: its blocks are
-   released, and later it computes again what the prefix cache has lost. So the oldest always progresses.
-2. With what is left of the budget, and if nobody was preempted, waiting requests in order of arrival. One is
-   admitted if there are blocks for all its known tokens, beyond those of the running ones: a prefill, once begun,
-   is not thrown out by another. One that shares a prefix which a running request is computing right now waits for
-   that one to commit it, holds nothing, and lets others pass.
+1. Where the policy is by priority: a waiting request that is more urgent than the last running one takes its place.
+2. Running samples, in order of service. When blocks run out, the last running request is preempted: the blocks of all
+   its samples are released, and later they compute again what the prefix cache has lost. So the first always
+   progresses.
+3. With what is left of the budget, and if nobody was preempted for blocks, waiting requests in the order of the policy
+   (`waiting`). One is admitted if there are blocks for all its known tokens, beyond those of the running ones: a
+   prefill, once begun, is not thrown out by another. One that shares a prefix which a running request is computing
+   right now is parked until that one has committed it, holds nothing, lets others pass, and lends that one its place.
 
-Invariants: ``running`` and ``waiting`` are in order of arrival; only running requests hold blocks; no work item
-is empty; :meth:`Scheduler.schedule` ends, since it preempts each request at most once, and is never empty-handed
-while there are requests. Cost per step: O(requests it looks at); per-token work is the KV manager's.
+The first sample of a request computes the prompt; the others are forked from it then (`Running` calls that born).
+
+Invariants: only running samples hold blocks; no work item is empty; :meth:`Scheduler.schedule` ends, since it preempts
+each request at most once for blocks and at most once for a more urgent one, and is never empty-handed while there are
+requests. Cost per step: a few numpy calls over the columns of the running samples, and O(log waiting) for each
+request that is admitted, parked or refused; per-token work is the KV manager's.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 import time
-from bisect import insort
-from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from leafkv._core import WaitFor
-from leafkv.engine.request import Request, Status
-from leafkv.errors import OutOfBlocksError
+from leafkv.engine.request import Status
+from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER, PLAIN, PROMPT, Running
+from leafkv.engine.waiting import AGING, Policy, Waiting, WaitingByPrefix
+from leafkv.errors import OutOfBlocksError, UnknownSequenceError
 
 if TYPE_CHECKING:
     from leafkv._core import KVManager
+    from leafkv.engine.request import Request, Sample
 
-WorkItem: TypeAlias = tuple[Request, int]
-"""A request, and how many of its uncomputed tokens to compute."""
+LOOKS = 256
+"""Waiting requests that a step asks the KV manager about, and wakes, at most: for others there is the next step."""
 
-by_age = attrgetter("number")
+PROMPT_LOGPROBS_CHUNK = 128
+"""Tokens a step of a prompt whose logprobs are wanted: each of them has a row of logits as wide as the vocabulary."""
+
+
+class Proposer(Protocol):
+    """Guesses how a sample goes on."""
+
+    def propose(self, sample: Sample, most: int) -> list[int]:
+        """At most ``most`` tokens that may come next; none is fine."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a step computes: ``counts[i]`` more tokens of ``samples[i]``, which has ``computed[i]`` of ``known[i]``.
+
+    Drafts of speculation are among the counted tokens, after the known ones.
+    """
+
+    samples: list[Sample]
+    rows: NDArray[np.int64]
+    """Their rows in the columns of the running samples, while those have ``version``."""
+    counts: NDArray[np.int64]
+    computed: NDArray[np.int64]
+    known: NDArray[np.int64]
+    version: int
+    plain: bool
+    """Whether the next tokens of all are those of the highest logits, and nothing else is wanted."""
+    drafts: dict[Sample, list[int]] = field(default_factory=dict)
+    copies: list[NDArray[np.int32]] = field(default_factory=list)
+    """Of blocks, to be made one after another, and before those that the manager still owes."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def only(self, items: NDArray[np.bool_]) -> Work:
+        """These items of it."""
+        samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
+        columns = (self.rows[items], self.counts[items], self.computed[items], self.known[items])
+        return Work(samples, *columns, self.version, self.plain, self.drafts)
 
 
 class Scheduler:
     """Picks the work of each step, and gives and takes blocks accordingly.
 
     Args:
-        manager: the KV manager whose sequences are the running requests.
+        manager: the KV manager whose sequences are the running samples.
         max_num_batched_tokens: the budget of a step.
-        max_num_seqs: running requests at most.
+        max_num_seqs: running samples at most.
+        policy: who is admitted first, see `waiting`.
+        proposer: where drafts come from; None for no speculation.
     """
 
-    def __init__(self, manager: KVManager, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        manager: KVManager,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        policy: Policy = "fcfs",
+        proposer: Proposer | None = None,
+    ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.policy = policy
+        self.running = Running()
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
+        self._proposer = proposer
+        self._step = 0
+        by_prefix = policy == "prefix"
+        self._queue = WaitingByPrefix(self._lookup, lambda: self._step) if by_prefix else Waiting()
+        self._parked: dict[Request, int] = {}
+        """Requests that wait for a leader, and its sequence id."""
+        self._waiters: dict[int, list[tuple[int, int, Request]]] = defaultdict(list)
+        """By the leader's sequence id, a heap: how many tokens it must have committed, and who waits for that."""
+        self._parkings = itertools.count()
+        self._own: dict[Request, tuple[int, int]] = {}
+        """Leaders to whom a more urgent waiter has lent its place, and the rank and priority that are their own."""
+        self.forking: dict[Request, None] = {}
+        """Running requests of which only the first live sample has a sequence."""
+        self.thorough: dict[Request, None] = {}
+        """Running requests that compute all of their prompt, for its logprobs."""
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests that wait, in order of service. O(n log n): for looking."""
+        return sorted([*self._queue, *self._parked], key=lambda request: request.order)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._queue) + len(self._parked)
 
     def add(self, request: Request) -> None:
         """Take a new request. It must fit the pool: the router has checked that."""
-        self.waiting.append(request)
+        if self.policy == "priority":
+            request.rank = self._step + request.priority * AGING
+        elif self.policy == "prefix":
+            request.rank = self._step
+        self._queue.add(request)
 
     def finish(self, request: Request) -> None:
         """End a request, in whatever state: finish, abort and failure are this one act."""
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.manager.release(request.number)
-        elif request.status is Status.WAITING:
-            self.waiting.remove(request)
+            self._stop(request)
+        elif request.status is Status.WAITING and self._parked.pop(request, None) is None:
+            self._queue.remove(request)
         request.status = Status.FINISHED
 
+    def finish_sample(self, sample: Sample) -> None:
+        """End one sample of a running request that goes on with others."""
+        self.running.remove_sample(sample)
+        self.manager.release(sample.number)
+
     def preempt(self, request: Request) -> None:
-        """Release a running request's blocks and let it wait again, before all that came after it."""
-        self.running.remove(request)
-        self._release(request)
+        """Release the blocks of a running request and let it wait again, before all that come after it."""
+        self._stop(request)
         request.status = Status.WAITING
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self.waiting, request, key=by_age)
+        self._queue.add(request)
 
-    def schedule(self) -> list[WorkItem]:
+    def _stop(self, request: Request) -> None:
+        for row in self.running.remove(request):
+            if row[BORN]:
+                self.manager.release(int(row[NUMBER]))
+        request.rank, request.priority = self._own.pop(request, (request.rank, request.priority))
+        self.forking.pop(request, None)
+        self.thorough.pop(request, None)
+
+    def schedule(self) -> Work:
         """The work of the next step. Every item has its slots reserved, and at least one token."""
+        self._step += 1
+        self._wake()
+        if self.policy == "priority":
+            if self._parked or self._own:
+                self._lend()
+            if len(self._queue):
+                self._make_way()
+        running = self.running
+        counts, drafts = self._share_out()
         preemptions = self.num_preemptions
-        work: list[WorkItem] = []
-        budget = self.max_num_batched_tokens
-        for request in self.running:  # may lose requests at its end meanwhile, all newer than this one
-            if budget == 0:
-                break
-            n = min(request.num_uncomputed_tokens, budget)
-            if self._reserve(request, n):
-                work.append((request, n))
-                budget -= n
-        if self.num_preemptions == preemptions:
-            self._admit(work, budget)
-        return work
+        copies: list[NDArray[np.int32]] = []
+        counts = self._reserve(counts, drafts, copies)
+        if self.num_preemptions == preemptions and len(self._queue):
+            counts = self._admit(counts)
+        rows = counts.nonzero()[0]
+        if len(rows) == len(running):
+            samples = running.samples.copy()
+        else:
+            samples = [running.samples[row] for row in rows.tolist()]
+        return Work(
+            samples,
+            rows,
+            counts[rows],
+            running.column(COMPUTED)[rows],
+            running.column(KNOWN)[rows],
+            running.version,
+            bool(running.column(PLAIN)[rows].all()) and not (drafts or self.forking or self.thorough),
+            drafts,
+            copies,
+        )
 
-    def _reserve(self, request: Request, n: int) -> bool:
-        """Reserve slots for ``n`` more tokens, preempting from the newest; False if ``request`` was the newest."""
-        while not self._grow(request, n):
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is request:
-                return False
+    def current(self, work: Work) -> NDArray[np.bool_]:
+        """Which items of the work are still to be done: requests may be aborted while the model runs."""
+        if work.version == self.running.version:
+            return np.ones(len(work), bool)
+        work.version = self.running.version
+        rows = {sample: row for row, sample in enumerate(self.running.samples)}
+        work.rows = np.array([rows.get(sample, -1) for sample in work.samples], np.int64)
+        return work.rows >= 0
+
+    def logits_wanted(self, work: Work) -> NDArray[np.int64]:
+        """Of how many of the last tokens of each item the logits are wanted."""
+        wanted = (work.computed + work.counts >= work.known).astype(np.int64)
+        if work.drafts or self.thorough:
+            for item, sample in enumerate(work.samples):
+                wanted[item] += len(work.drafts.get(sample, ()))
+                if sample.request in self.thorough:
+                    wanted[item] = work.counts[item]
+        return wanted
+
+    def prompt_lengths(self, work: Work) -> NDArray[np.int64]:
+        """The tokens of the prompt of each item."""
+        return self.running.column(PROMPT)[work.rows]
+
+    def commit(self, work: Work, written: NDArray[np.int64], tokens: NDArray[np.int64], new: NDArray[np.int64]) -> None:
+        """The KV of ``written[i]`` tokens of each item is there; ``new[i]`` of ``tokens`` [sum(new)] are its next ones.
+
+        Nothing changes if anything is wrong with one of them.
+        """
+        running, rows = self.running, work.rows
+        numbers = running.column(NUMBER)[rows]
+        self.manager.commit_many(numbers, written, tokens, new)
+        running.column(COMPUTED)[rows] += written
+        running.column(KNOWN)[rows] += new
+        sampled = new > 0
+        running.column(LAST)[rows[sampled]] = tokens[new.cumsum()[sampled] - 1]
+        if work.drafts:
+            for number, computed, n, kept in zip(
+                numbers.tolist(), work.computed.tolist(), work.counts.tolist(), written.tolist(), strict=True
+            ):
+                if kept < n:
+                    self.manager.truncate(number, computed + kept)
+
+    def commit_first(self, sample: Sample, token: int) -> None:
+        """A sample that has just been forked has got its first token."""
+        row = self.running.row(sample)
+        self.manager.commit(sample.number, sample.num_prompt_tokens, [token])
+        self.running.column(KNOWN)[row] += 1
+        self.running.column(LAST)[row] = token
+
+    def bear(self) -> list[Sample]:
+        """Fork the other samples of requests whose prompt has been computed; return those that begin to live."""
+        born: list[Sample] = []
+        computed, prompt, born_ = (self.running.column(name) for name in (COMPUTED, PROMPT, BORN))
+        for request in [*self.forking]:
+            first, *others = request.live
+            row = self.running.row(first)
+            if computed[row] < prompt[row]:
+                continue
+            for offset, sample in enumerate(others, 1):
+                self.manager.fork(first.number, sample.number)
+                if computed[row] > prompt[row]:
+                    self.manager.truncate(sample.number, int(prompt[row]))
+                if sample.num_output_tokens:  # it was preempted
+                    own = sample.tokens[sample.num_prompt_tokens :]
+                    self.manager.commit(sample.number, sample.num_prompt_tokens, own)
+                computed[row + offset] = prompt[row]
+                born_[row + offset] = 1
+            del self.forking[request]
+            born += others
+        return born
+
+    def _share_out(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
+        """How many tokens of each running sample the budget allows for, in order of service; the drafts among them."""
+        running = self.running
+        counts = running.column(KNOWN) - running.column(COMPUTED)
+        if self.forking:
+            counts *= running.column(BORN)
+        drafts: dict[Sample, list[int]] = {}
+        if self._proposer is not None:
+            # The last token that a sample may have is never computed, and the one after the drafts is for free.
+            most = running.column(LIMIT) - running.column(KNOWN) - 1
+            for row in (counts == 1).nonzero()[0].tolist():
+                sample = running.samples[row]
+                if most[row] > 0 and (tokens := self._proposer.propose(sample, int(most[row]))):
+                    drafts[sample] = tokens
+                    counts[row] += len(tokens)
+        for request in [*self.thorough]:
+            if request.reads_cache:  # it has what it wanted
+                del self.thorough[request]
+            else:
+                row = running.row(request.live[0])
+                counts[row] = min(counts[row], PROMPT_LOGPROBS_CHUNK)
+        cumulative = counts.cumsum()
+        if len(counts) and cumulative[-1] > self.max_num_batched_tokens:
+            before = cumulative - counts
+            np.clip(self.max_num_batched_tokens - before, 0, counts, out=counts)
+            for row, sample in enumerate(running.samples) if drafts else ():
+                if sample in drafts:
+                    del drafts[sample][max(0, int(counts[row]) - 1) :]
+        return counts, drafts
+
+    def _reserve(
+        self, counts: NDArray[np.int64], drafts: dict[Sample, list[int]], copies: list[NDArray[np.int32]]
+    ) -> NDArray[np.int64]:
+        """Reserve slots for so many more tokens of each; return what is left of that, the last ones being preempted.
+
+        ``copies`` gets those that had to be asked for meanwhile.
+        """
+        running = self.running
+        rows = counts.nonzero()[0]
+        lacking = np.empty(len(rows), np.int32)
+        if not self.manager.grow_many(running.column(NUMBER)[rows], counts[rows], lacking):
+            return counts
+        for row in rows[lacking > 0].tolist():
+            if row >= len(running):
+                break
+            sample = running.samples[row]
+            if drafts.pop(sample, None):  # nobody is preempted for a guess
+                counts[row] = 1
+            while not self._grow(sample, int(counts[row])):
+                # The last one to share a block may write it once the copies of the others have been made.
+                owed = self.manager.copies()
+                if len(owed):
+                    copies.append(owed)
+                    continue
+                victim = running.samples[-1].request
+                self.preempt(victim)
+                if victim is sample.request:
+                    break
+        return counts[: len(running)]
+
+    def _admit(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Start waiting requests while there are tokens, seats and blocks; return the counts with theirs put in."""
+        budget = self.max_num_batched_tokens - int(counts.sum())
+        for _ in range(LOOKS):
+            request = self._queue.peek()
+            if budget == 0 or request is None:
+                break
+            if not self._start(request):
+                if request in self._parked:
+                    continue
+                break
+            first = self.running.row(request.live[0])
+            n = int(self.running.column(KNOWN)[first] - self.running.column(COMPUTED)[first])
+            n = min(n, budget, PROMPT_LOGPROBS_CHUNK if request in self.thorough else budget)
+            if not self._grow(request.live[0], n):
+                self._stop(request)
+                request.status = Status.WAITING
+                self._queue.add(request)
+                break
+            self._count(request)
+            counts = np.insert(counts, first, [n] + [0] * (len(request.live) - 1))
+            budget -= n
+        return counts
+
+    def _start(self, request: Request) -> bool:
+        """Let a request run, holding its prefix hit, if it has seats and finds blocks; park it if it has to wait."""
+        samples = request.live
+        if len(self.running) + len(samples) > self.max_num_seqs:
+            return False
+        first, manager = samples[0], self.manager
+        before = manager.allocatable_blocks
+        answer = manager.begin(first.number, first.tokens, request.namespace, read_cache=request.reads_cache)
+        if isinstance(answer, WaitFor):
+            self._park(request, answer)
+            return False
+        # The running ones lack no blocks: each has slots for all its known tokens. This one's prefix hit is held from
+        # `begin` on, and so not among the allocatable blocks: where that changes nothing, others have all of it, and
+        # keep it.
+        cached, allocatable = answer.cached_tokens, manager.allocatable_blocks
+        if self._blocks_lacking(samples, cached, shared=allocatable == before) > allocatable:
+            manager.release(first.number)
+            return False
+        self._queue.remove(request)
+        request.status = Status.RUNNING
+        ends = first.num_prompt_tokens + request.max_tokens
+        computed, born = [cached] + [0] * (len(samples) - 1), [1] + [0] * (len(samples) - 1)
+        self.running.insert(
+            request,
+            [
+                (
+                    sample.number,
+                    sample.num_prompt_tokens,
+                    len(sample.tokens),
+                    done,
+                    ends,
+                    sample.tokens[-1],
+                    begun,
+                    not request.params.ignore_eos,
+                    request.params.plain,
+                    request.watched,
+                )
+                for sample, done, begun in zip(samples, computed, born, strict=True)
+            ],
+        )
+        if len(samples) > 1:
+            self.forking[request] = None
+        if not request.reads_cache:
+            self.thorough[request] = None
         return True
 
-    def _admit(self, work: list[WorkItem], budget: int) -> None:
-        """Start waiting requests while there are tokens, seats and blocks."""
-        for request in tuple(self.waiting):
-            if budget == 0 or len(self.running) == self.max_num_seqs:
-                return
-            before = self.manager.allocatable_blocks
-            answer = self.manager.begin(request.number, request.tokens)
-            if isinstance(answer, WaitFor):
-                # Budget is left, so the leader's whole prompt is in this step: asking again in the next one is soon
-                # enough, and not too early.
-                continue
-            request.num_computed_tokens = answer.cached_tokens
-            n = min(request.num_uncomputed_tokens, budget)
-            # Nor do the running ones lack blocks: each has slots for all its known tokens. This one's prefix hit is
-            # held from `begin` on, and so not among the allocatable blocks: where that changes nothing, others have
-            # all of it, and keep it.
-            allocatable = self.manager.allocatable_blocks
-            fits = self._blocks_lacking(request, shared=allocatable == before) <= allocatable
-            if not fits or not self._grow(request, n):
-                self._release(request)
-                return
-            self._start(request)
-            work.append((request, n))
-            budget -= n
-
-    def _start(self, request: Request) -> None:
-        self.waiting.remove(request)
-        insort(self.running, request, key=by_age)
-        request.status = Status.RUNNING
+    def _count(self, request: Request) -> None:
+        """A request has got its first slots."""
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
-            request.num_cached_tokens = request.num_computed_tokens
-            self.num_cached_tokens += request.num_cached_tokens
+            cached = int(self.running.column(COMPUTED)[self.running.row(request.live[0])])
+            request.metrics.num_cached_tokens = cached
+            self.num_cached_tokens += cached
 
-    def _grow(self, request: Request, n: int) -> bool:
+    def _make_way(self) -> None:
+        """Let more urgent requests run instead of the last running ones, where they lack seats or blocks.
+
+        Who came so much earlier that the policy serves it first all the same keeps its place, see `waiting`.
+        """
+        while (request := self._queue.peek()) is not None:
+            weaker = [other for other in self.running.requests() if outranks(request, other)]
+            if not weaker:
+                return
+            if self._start(request):
+                self._count(request)
+                continue
+            if request in self._parked:
+                continue
+            # At most this much comes free: less where they share blocks. Nobody is preempted where it would not do.
+            samples = sum(len(other.live) for other in weaker)
+            blocks = sum(self._blocks(len(sample.tokens)) for other in weaker for sample in other.live)
+            seats = self.max_num_seqs - len(self.running) + samples
+            lacking = self._blocks_lacking(request.live, self._lookup(request), shared=True)
+            if seats < len(request.live) or lacking > self.manager.allocatable_blocks + blocks:
+                return
+            self.preempt(weaker[-1])
+
+    def _park(self, request: Request, answer: WaitFor) -> None:
+        """Let a request wait for what a running one computes."""
+        self._queue.remove(request)
+        self._parked[request] = answer.leader
+        heapq.heappush(self._waiters[answer.leader], (answer.tokens, next(self._parkings), request))
+
+    def _wake(self) -> None:
+        """Let those go on whose leader has got so far, or has ended."""
+        looks = LOOKS
+        for leader, waiters in [*self._waiters.items()]:
+            committed = self._committed(leader)
+            while waiters and waiters[0][0] <= committed and looks:
+                looks -= 1
+                request = heapq.heappop(waiters)[2]
+                if self._parked.get(request) == leader:
+                    del self._parked[request]
+                    self._queue.add(request)
+            if not waiters:
+                del self._waiters[leader]
+
+    def _lend(self) -> None:
+        """Give leaders the places of the most urgent ones who wait for them, and others their own back."""
+        places = self._own.copy()
+        by_number = {sample.number: sample.request for sample in self.running.samples}
+        for waiter, number in self._parked.items():
+            leader = by_number[number]
+            rank, priority = places.setdefault(leader, (leader.rank, leader.priority))
+            places[leader] = min(rank, waiter.rank), min(priority, waiter.priority)
+        for leader, place in places.items():
+            own = self._own.pop(leader, (leader.rank, leader.priority))
+            if place != own:
+                self._own[leader] = own
+            if place != (leader.rank, leader.priority):
+                rows = self.running.remove(leader)
+                leader.rank, leader.priority = place
+                self.running.insert(leader, rows.tolist())
+
+    def _committed(self, number: int) -> int | float:
+        """Committed tokens of a sequence; infinitely many if it has ended."""
         try:
-            self.manager.grow(request.number, n)
+            return self.manager.num_committed(number)
+        except UnknownSequenceError:
+            return math.inf
+
+    def _grow(self, sample: Sample, n: int) -> bool:
+        try:
+            self.manager.grow(sample.number, n)
         except OutOfBlocksError:
             return False
         return True
 
-    def _release(self, request: Request) -> None:
-        self.manager.release(request.number)
-        request.num_computed_tokens = 0
+    def _lookup(self, request: Request) -> int:
+        """Tokens of a request that are cached now."""
+        return self.manager.lookup(request.live[0].tokens, request.namespace) if request.reads_cache else 0
 
-    def _blocks_lacking(self, request: Request, *, shared: bool) -> int:
-        """Blocks that a request which holds its prefix hit alone must still be given for its known tokens.
+    def _blocks_lacking(self, samples: list[Sample], cached: int, *, shared: bool) -> int:
+        """Blocks that a request that holds a prefix hit of its first sample must be given for its known tokens.
 
         A block that is hit in part is copied. If nobody else has it, it is given back for the copy, or itself becomes
-        the copy where that is the last block; if the hit is ``shared``, the copy takes a block of its own.
+        the copy where that is the last block; if the hit is ``shared``, the copy takes a block of its own. The other
+        samples share the whole blocks of the prompt.
         """
-        whole, rest = divmod(request.num_computed_tokens, self.manager.block_size)
+        first, *others = samples
+        whole, rest = divmod(cached, self.manager.block_size)
         given_back = rest > 0 and not shared
-        return self._blocks(len(request.tokens)) - whole - given_back
+        prompt = first.num_prompt_tokens // self.manager.block_size
+        own = sum(self._blocks(len(sample.tokens)) - prompt for sample in others)
+        return self._blocks(len(first.tokens)) - whole - given_back + own
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.manager.block_size)
+
+
+def outranks(request: Request, other: Request) -> bool:
+    """Whether a request may take the place of another: it is more urgent, and comes first in order, too."""
+    return request.priority < other.priority and request.order < other.order

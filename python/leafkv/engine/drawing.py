@@ -1,0 +1,161 @@
+"""From the logits of a step to the tokens of its samples: whose rows are whose, and what goes wrong with whom.
+
+Speculation is checked here. A draw depends on (logits, parameters, seed, position) alone, so drafts are right exactly
+as far as they are what would have been drawn: the tokens are the same with and without them, sampled or greedy.
+
+Where all samples are greedy and have one row each, the cost is one argmax; otherwise there is a loop over the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leafkv.engine.logprobs import decode_tokens, prompt_logprobs
+from leafkv.engine.sampler import INVALID, greedy, pick
+from leafkv.errors import LeafKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from leafkv.engine.logprobs import Logprob
+    from leafkv.engine.request import Request, Sample
+    from leafkv.engine.scheduler import Work
+
+    Decode = Callable[[int], str] | None
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a step gives its samples: ``new[i]`` of ``tokens`` [sum(new)] are those of item i of its work."""
+
+    tokens: NDArray[np.int64]
+    new: NDArray[np.int64]
+    rejected: NDArray[np.int64]
+    """How many drafts of each item are not what was drawn."""
+    firsts: dict[Sample, int] = field(default_factory=dict)
+    """First tokens of samples that share the prompt of one in the work."""
+    logprobs: dict[Sample, list[dict[int, Logprob]]] = field(default_factory=dict)
+    failed: dict[Request, Exception] = field(default_factory=dict)
+
+    def only(self, items: NDArray[np.bool_]) -> Drawn:
+        """What it gives these items."""
+        tokens = self.tokens[items.repeat(self.new)]
+        return Drawn(tokens, self.new[items], self.rejected[items], self.firsts, self.logprobs, self.failed)
+
+
+def draw(
+    logits: NDArray[np.float32],
+    wanted: NDArray[np.int64],
+    work: Work,
+    *,
+    forking: Collection[Request] = (),
+    thorough: Collection[Request] = (),
+    num_threads: int | None = None,
+    decode: Decode = None,
+) -> Drawn:
+    """Draw the next tokens of those samples whose last known token the step has computed.
+
+    Args:
+        logits: [sum(wanted), vocabulary]: of the last ``wanted[i]`` tokens of each item of the work.
+        wanted: as above.
+        work: what the step has computed.
+        forking: requests whose other samples begin when the first one has computed the prompt.
+        thorough: requests whose prompt's logprobs are wanted.
+        num_threads: threads for the argmax; None for all.
+        decode: the text of one token, for logprobs.
+    """
+    best = greedy(logits, num_threads)
+    sampled = work.computed + work.counts >= work.known
+    rejected = np.zeros(len(work), np.int64)
+    new = sampled.astype(np.int64)
+    if work.plain:
+        drawn = Drawn(best, new, rejected)
+        for item in sampled.nonzero()[0][best == INVALID].tolist():
+            drawn.failed[work.samples[item].request] = no_distribution(work.samples[item])
+        return drawn
+
+    drawn = Drawn(best, new, rejected)
+    tokens: list[int] = []
+    ends = wanted.cumsum().tolist()
+    for item, sample in enumerate(work.samples):
+        request, end = sample.request, ends[item]
+        drafts = work.drafts.get(sample, [])
+        try:
+            if request in thorough:
+                first, n = int(work.computed[item]), int(work.counts[item])
+                note_prompt(request, first, logits[end - n : end], decode)
+            if not sampled[item]:
+                continue
+            start = end - 1 - len(drafts)
+            rows, likeliest = logits[start:end], best[start:end].tolist()
+            if request in forking and not sample.num_output_tokens:
+                for other in request.live[1:]:
+                    if not other.num_output_tokens:
+                        drawn.firsts[other] = draw_one(rows[0], likeliest[0], other, drawn, decode)
+            drawn_tokens = follow(rows, likeliest, sample, drafts, drawn, decode)
+        except Exception as error:
+            drawn.failed[request] = error
+            drawn_tokens = [0]  # in the place of a token that nobody gets
+        tokens += drawn_tokens
+        new[item] = len(drawn_tokens)
+        rejected[item] = len(drafts) + 1 - len(drawn_tokens)
+    drawn.tokens = np.array(tokens, np.int64)
+    return drawn
+
+
+def follow(
+    rows: NDArray[np.float32], best: list[int], sample: Sample, drafts: list[int], drawn: Drawn, decode: Decode
+) -> list[int]:
+    """Draw from one row after another, as long as that gives the drafts."""
+    known = len(sample.tokens)
+    tokens: list[int] = []
+    try:
+        for row, likeliest, draft in zip(rows, best, [*drafts, None], strict=True):
+            token = draw_one(row, likeliest, sample, drawn, decode)
+            tokens.append(token)
+            if token != draft or token in sample.request.stop_ids:
+                break
+            sample.tokens.append(token)
+    finally:
+        del sample.tokens[known:]
+    sample.request.metrics.num_draft_tokens += len(drafts)
+    sample.request.metrics.num_accepted_tokens += len(tokens) - 1
+    return tokens
+
+
+def draw_one(row: NDArray[np.float32], likeliest: int, sample: Sample, drawn: Drawn, decode: Decode) -> int:
+    """Draw the next token of a sample from a row whose highest logit is that of ``likeliest``."""
+    token = likeliest
+    if token != INVALID and not sample.params.plain:
+        picked = pick(row, sample)
+        token = picked.token
+        if picked.logprobs is not None:
+            if decode is not None:
+                decode_tokens(picked.logprobs, decode)
+            drawn.logprobs.setdefault(sample, []).append(picked.logprobs)
+    if token == INVALID:
+        raise no_distribution(sample)
+    return token
+
+
+def note_prompt(request: Request, first: int, logits: NDArray[np.float32], decode: Decode) -> None:
+    """Add the logprobs of prompt tokens that come after those at ``first`` and on, whose logits these are."""
+    noted, k = request.prompt_logprobs, request.params.prompt_logprobs
+    if noted is None or k is None:
+        return
+    known = len(noted)
+    following = request.prompt_token_ids[known : first + 1 + len(logits)]
+    start = known - 1 - first
+    rows = logits[start : start + len(following)]
+    noted += prompt_logprobs(rows, following, k, decode)
+
+
+def no_distribution(sample: Sample) -> LeafKVError:
+    """What is said where nothing can be drawn."""
+    where = f"request {sample.request.request_id}: the logits after {len(sample.tokens)} tokens"
+    return LeafKVError(f"{where} are not a distribution (NaN, infinite, or all -inf)")

@@ -1,0 +1,83 @@
+"""The running samples as columns: what a step asks of all of them is a few numpy calls, whatever their number.
+
+Row i of every column belongs to ``samples[i]``. Rows are in the order of service: of requests by `Request.order`, of
+the samples of a request by index. So those of a request are neighbours, and the last rows are the first to be preempted.
+Rows come and go when requests do; a step of decoding changes numbers alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from leafkv.engine.request import Request, Sample
+
+NUMBER, PROMPT, KNOWN, COMPUTED, LIMIT, LAST, BORN, EOS, PLAIN, WATCHED = COLUMNS = range(10)
+"""Columns: the sample's sequence id; tokens of the prompt; known tokens; those with KV; known tokens at which it ends;
+the last known token; whether it has a sequence yet; whether an end of sequence ends it; whether its next token is that
+of the highest logit; whether each of its tokens is looked at."""
+
+
+class Running:
+    """The running samples, in order of service."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.version = 0
+        """Changes whenever rows do."""
+        self._columns = np.zeros((len(COLUMNS), 64), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def column(self, name: int) -> NDArray[np.int64]:
+        """One of the columns, as a view that may be written: [len(self)]. Valid until rows come or go."""
+        return self._columns[name, : len(self.samples)]
+
+    def row(self, sample: Sample) -> int:
+        """Where a sample is."""
+        return self.samples.index(sample)
+
+    def requests(self) -> list[Request]:
+        """The running requests, in order of service."""
+        return [*dict.fromkeys(sample.request for sample in self.samples)]
+
+    def insert(self, request: Request, rows: Sequence[Sequence[int]]) -> None:
+        """Put in the live samples of a request, each with its row of columns."""
+        samples = request.live
+        before, more = len(self.samples), len(samples)
+        at = bisect(self.samples, request.order, key=lambda sample: sample.request.order)
+        if before + more > self._columns.shape[1]:
+            wider = np.zeros((len(self._columns), 2 * (before + more)), np.int64)
+            wider[:, :before] = self._columns[:, :before]
+            self._columns = wider
+        self._columns[:, at + more : before + more] = self._columns[:, at:before].copy()
+        self._columns[:, at : at + more] = np.array(rows, np.int64).T
+        self.samples[at:at] = samples
+        self.version += 1
+
+    def remove(self, request: Request) -> NDArray[np.int64]:
+        """Take out all samples of a request; return their columns, one row each."""
+        at = bisect(self.samples, request.order, key=lambda sample: sample.request.order)
+        end = at
+        while at > 0 and self.samples[at - 1].request is request:
+            at -= 1
+        return self._cut(at, end)
+
+    def remove_sample(self, sample: Sample) -> None:
+        """Take out one sample."""
+        row = self.row(sample)
+        self._cut(row, row + 1)
+
+    def _cut(self, start: int, end: int) -> NDArray[np.int64]:
+        count = len(self.samples)
+        gone: NDArray[np.int64] = self._columns[:, start:end].T.copy()
+        self._columns[:, start : count - (end - start)] = self._columns[:, end:count].copy()
+        del self.samples[start:end]
+        self.version += 1
+        return gone

@@ -1,0 +1,130 @@
+"""Who waits, and who is next: the policies of the scheduler.
+
+* ``fcfs``: by arrival.
+* ``priority``: by priority and age. A level of priority is worth `AGING` steps of waiting: whoever arrived that much
+  earlier goes before one who is a level more urgent. Since all who wait grow older alike, that is one number, fixed at
+  arrival: the order never changes, nobody starves, and two requests never take the place from each other by turns.
+* ``prefix``: the longest cached prefix first, but nobody is passed for more than `PATIENCE` steps.
+
+A request that waits for the prefix which a running one computes is parked, by what it waits for: it is not asked about
+again before that has come. So the cost of a step does not grow with the number of those who wait: O(log waiting) for
+each one that is looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from leafkv.engine.request import Request
+
+Policy = Literal["fcfs", "priority", "prefix"]
+
+POLICIES = get_args(Policy)
+
+AGING = 1000
+"""Steps of waiting that are worth a level of priority."""
+
+PATIENCE = 1000
+"""Steps after which a request goes first, whatever is cached of others."""
+
+GLANCES = 32
+"""Requests of which a step looks up anew how much is cached."""
+
+
+class Waiting:
+    """Requests in the order in which they are to be admitted: by `Request.order`."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], int, Request]] = []
+        # Who leaves stays in the heap until it comes up there. It may come back meanwhile, and lie there twice.
+        self._entered: dict[Request, None] = {}
+        self._entries = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entered)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._entered)
+
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        self._entered[request] = None
+        heapq.heappush(self._heap, (request.order, next(self._entries), request))
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request."""
+        del self._entered[request]
+
+    def peek(self) -> Request | None:
+        """Who is next; it stays."""
+        while self._heap:
+            *_, request = self._heap[0]
+            if request in self._entered:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+
+class WaitingByPrefix(Waiting):
+    """The same, with the longest cached prefix first.
+
+    How much is cached is looked up when a request comes, of `GLANCES` requests a step in turn, and of who seems to be
+    next. So what others have cached or lost meanwhile is seen late where many wait, but at a fixed cost.
+
+    `Request.rank` is the step in which a request arrived.
+    """
+
+    def __init__(self, lookup: Callable[[Request], int], now: Callable[[], int]) -> None:
+        super().__init__()
+        self._lookup = lookup
+        self._now = now
+        self._cached: dict[Request, int] = {}
+        self._by_cached: list[tuple[int, tuple[int, int], int, Request]] = []
+        self._turns: deque[Request] = deque()
+        self._glanced = -1
+
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        super().add(request)
+        self._turns.append(request)
+        self._look(request)
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request."""
+        super().remove(request)
+        del self._cached[request]
+
+    def peek(self) -> Request | None:
+        """Who is next; it stays."""
+        oldest = super().peek()
+        if oldest is None or self._now() - oldest.rank > PATIENCE:
+            return oldest
+        if self._glanced != self._now():
+            self._glanced = self._now()
+            self._glance()
+        while True:
+            entry = heapq.heappop(self._by_cached)
+            cached, *_, request = entry
+            if self._cached.get(request) == -cached and self._look(request) == -cached:
+                heapq.heappush(self._by_cached, entry)
+                return request
+
+    def _glance(self) -> None:
+        for _ in range(min(GLANCES, len(self._turns))):
+            request = self._turns.popleft()
+            if request in self._cached:
+                self._look(request)
+                self._turns.append(request)
+
+    def _look(self, request: Request) -> int:
+        """Look up how much of a request is cached, and enter it where that has changed."""
+        cached = self._lookup(request)
+        if self._cached.get(request) != cached:
+            self._cached[request] = cached
+            heapq.heappush(self._by_cached, (-cached, request.order, next(self._entries), request))
+        return cached
