@@ -52,6 +52,10 @@ class QueueTimeoutError(LeafKVError, TimeoutError):
     """A request waited longer than it may and was never scheduled."""
 
 
+class HandedOverError(LeafKVError, RuntimeError):
+    """The request goes on in whatever process opens the journal that a checkpoint has written."""
+
+
 class EngineDeadError(LeafKVError, RuntimeError):
     """The engine has stopped, or its thread has died: it answers no request any more."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +20,20 @@ from numpy.typing import NDArray
 from leafkv.engine.batch_builder import BatchBuilder
 from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
+from leafkv.engine.recorder import Recorder
 from leafkv.engine.running import EOS, LAST, LIMIT, WATCHED
 from leafkv.engine.scheduler import Scheduler, Work
-from leafkv.errors import InvalidInputError, InvariantError, LeafKVError, QueueFullError, QueueTimeoutError
+from leafkv.errors import (
+    HandedOverError,
+    InvalidInputError,
+    InvariantError,
+    LeafKVError,
+    QueueFullError,
+    QueueTimeoutError,
+)
 
 if TYPE_CHECKING:
+    from leafkv.engine.journal import Journal
     from leafkv.engine.request import FinishReason, Request, Sample
     from leafkv.engine.scheduler import Proposer
     from leafkv.engine.waiting import Policy
@@ -66,6 +76,7 @@ class Engine:
         queue_timeout: seconds that a request waits at most to be first admitted; None for ever.
         proposer: guesses tokens that are then checked several at a time; None for no speculation.
         decode: the text of one token, for logprobs.
+        journal: where every request is written, so that it survives this process; None for nowhere.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class Engine:
         queue_timeout: float | None = None,
         proposer: Proposer | None = None,
         decode: Callable[[int], str] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.model = model
         self.manager = manager
@@ -109,6 +121,7 @@ class Engine:
         self._max_waiting = max_waiting
         self._queue_timeout = queue_timeout
         self._decode = decode
+        self._recorder = None if journal is None else Recorder(journal)
         self._requests: dict[str, Request] = {}
         self._queued: dict[Request, None] = {}
         """Requests that were never admitted, oldest first, where they may wait but for a while."""
@@ -122,18 +135,21 @@ class Engine:
         self._draft_tokens = 0
         self._accepted_tokens = 0
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request that the router has made.
+    def add_request(self, request: Request, *, journaled: bool = False) -> None:
+        """Queue a request that the router has made, or that has come back from the journal (``journaled``).
 
         Raises:
             QueueFullError: ``max_waiting`` requests wait already.
             InvalidInputError: an unfinished request has the same id.
+            JournalError: the request could not be written, and so is not taken.
         """
         if request.request_id in self._requests:
             raise InvalidInputError(f"request_id: {request.request_id!r} belongs to a request not finished yet")
         waiting = self.scheduler.num_waiting
-        if self._max_waiting is not None and waiting >= self._max_waiting:
+        if self._max_waiting is not None and waiting >= self._max_waiting and not journaled:
             raise QueueFullError(f"{waiting} requests are waiting, which is as many as may (max_waiting)")
+        if self._recorder is not None and not journaled:
+            self._recorder.admit(request)
         request.number = self._arrivals
         for sample in request.samples:
             sample.number = self._arrivals
@@ -143,6 +159,8 @@ class Engine:
         if self._queue_timeout is not None:
             self._queued[request] = None
         self.scheduler.add(request)
+        if journaled:  # it has tokens that nobody here has heard of
+            self._news[request] = None
 
     def abort_request(self, request_id: str) -> None:
         """End a request in whatever state, and free its blocks at once; the next step reports it.
@@ -177,15 +195,62 @@ class Engine:
         )
 
     def step(self) -> list[RequestOutput]:
-        """Compute the next tokens of some requests; return what became known since the last step."""
+        """Compute the next tokens of some requests; return what became known since the last step.
+
+        Raises:
+            JournalError: what became known could not be written, and is not told. The next step tries again.
+        """
+        self._record()
         self._expire()
         work = self.scheduler.schedule()
         if len(work):
             self._run(work)
         elif self._requests:
             raise InvariantError(f"{len(self._requests)} requests, and nothing to do for any of them")
+        self._record()
         news, self._news = self._news, {}
         return [RequestOutput.of(request) for request in news]
+
+    def checkpoint(self, journal: Journal | None = None) -> int:
+        """Hand all unfinished requests over to whoever opens the journal: here they end with a `HandedOverError`.
+
+        Args:
+            journal: where to; by default the engine's own, which is closed then. It takes no more requests after that.
+
+        Returns:
+            How many requests were handed over.
+
+        Raises:
+            InvalidInputError: there is no journal.
+            JournalError: they could not be written; nothing has changed.
+        """
+        requests = [*self._requests.values()]
+        if journal is not None:
+            recorder = Recorder(journal)
+            for request in requests:
+                recorder.copy(request)
+            recorder.flush()
+            journal.close()
+        elif self._recorder is not None:
+            self._record()
+        else:
+            raise InvalidInputError("path: expected where to, as the engine has no journal")
+        for request in requests:
+            error = HandedOverError(f"request {request.request_id} was handed over, by a checkpoint")
+            self._finish(request, "abort", error)
+        if journal is None and self._recorder is not None:
+            self._recorder.journal.close()
+        return len(requests)
+
+    def close(self) -> None:
+        """Write what is left, and let go of the journal. Unfinished requests stay in it."""
+        if self._recorder is not None:
+            self._record()
+            self._recorder.journal.close()
+
+    def _record(self) -> None:
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def _expire(self) -> None:
         """End requests that have waited for too long."""
@@ -259,9 +324,7 @@ class Engine:
         ends = np.minimum(work.computed + written, prompts) - np.minimum(work.computed, prompts)
         self._computed_prompt_tokens += int(ends.sum())
         self._now = time.monotonic()
-        for sample in scheduler.bear():
-            if sample in drawn.firsts:
-                scheduler.commit_first(sample, drawn.firsts[sample])
+        scheduler.bear(drawn.firsts)
         self._take_all(work, drawn, prompts)
 
     def _take_all(self, work: Work, drawn: Drawn, prompts: NDArray[np.int64]) -> None:
@@ -277,7 +340,10 @@ class Engine:
         starts = new.cumsum() - new
         plain = (new > 0) & ~looked_at
         for item, token in zip(plain.nonzero()[0].tolist(), drawn.tokens[starts[plain]].tolist(), strict=True):
-            work.samples[item].tokens.append(token)
+            sample = work.samples[item]
+            sample.tokens.append(token)
+            if self._recorder is not None:
+                self._recorder.token(sample, sample.num_output_tokens - 1)
         for item in looked_at.nonzero()[0].tolist():
             start = int(starts[item])
             self._take(work.samples[item], drawn.tokens[start : start + int(new[item])].tolist(), drawn)
@@ -293,16 +359,13 @@ class Engine:
             request.metrics.first_token_time = self._now
         try:
             reason = None
-            logprobs = drawn.logprobs.get(sample, ())
-            for index, token in enumerate(tokens):
-                sample.tokens.append(token)
-                if sample.logprobs is not None and sample.cumulative_logprob is not None:
-                    sample.logprobs.append(logprobs[index])
-                    sample.cumulative_logprob += logprobs[index][token].logprob
-                reason = self._reason_to_end(sample, token)
+            for token, logprobs in zip_longest(tokens, drawn.logprobs.get(sample, ())):
                 if reason is not None:
-                    self._generated_tokens -= len(tokens) - index - 1
-                    break
+                    self._generated_tokens -= 1
+                    continue
+                reason = sample.take(token, logprobs)
+                if self._recorder is not None:
+                    self._recorder.token(sample, sample.num_output_tokens - 1)
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(request, "error", error)
             return
@@ -311,29 +374,10 @@ class Engine:
         if request.stream:
             self._news[request] = None
 
-    def _reason_to_end(self, sample: Sample, token: int) -> FinishReason | None:
-        params = sample.params
-        if token in sample.request.stop_ids:
-            if token in (params.stop_token_ids or ()):
-                sample.stop_reason = token
-            # The token that stopped a request is no part of its text.
-            if params.include_stop_str_in_output and sample.detokenizer is not None and sample.request.watched:
-                sample.detokenizer.push(token)
-            return "stop"
-        if sample.guide is not None:
-            sample.guide.accept(token)
-        if sample.detokenizer is not None and sample.request.watched:
-            sample.stop_reason = sample.detokenizer.push(token)
-            if sample.stop_reason is not None:
-                return "stop"
-        if sample.guide is not None and sample.guide.stopped:
-            return "stop"
-        return "length" if sample.num_output_tokens >= sample.request.max_tokens else None
-
     def _finish_sample(self, sample: Sample, reason: FinishReason) -> None:
         """End one sample, and the request with the last one."""
         sample.finish_reason = reason
-        self._end_text(sample)
+        self._end(sample)
         if sample.request.live:
             self.scheduler.finish_sample(sample)
         else:
@@ -349,17 +393,20 @@ class Engine:
         request.error = error or request.error
         for sample in request.live:
             sample.finish_reason = reason
-            self._end_text(sample)
+            self._end(sample)
         request.metrics.finished_time = time.monotonic()
         request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
         self._news[request] = None
 
-    def _end_text(self, sample: Sample) -> None:
+    def _end(self, sample: Sample) -> None:
+        """A sample has its last token."""
         try:
             sample.end_text()
         except Exception as error:  # the sample has ended all the same, and somebody waits to hear of it
             sample.finish_reason = "error"
             sample.request.error = sample.request.error or error
+        if self._recorder is not None and not isinstance(sample.request.error, HandedOverError):
+            self._recorder.end(sample)
 
     def _commit_each(
         self, work: Work, drawn: Drawn, written: NDArray[np.int64]

@@ -123,6 +123,31 @@ class Sample:
         """The text generated so far, as far as it may be shown."""
         return self.detokenizer.text if self.detokenizer is not None else ""
 
+    def take(self, token: int, logprobs: dict[int, Logprob] | None = None) -> FinishReason | None:
+        """Take the next token; return why it ends the sample, if it does."""
+        request, params = self.request, self.params
+        self.tokens.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs[token].logprob
+        detokenizer = self.detokenizer if request.watched else None
+        if token in request.stop_ids:
+            if token in (params.stop_token_ids or ()):
+                self.stop_reason = token
+            # The token that stopped a sample is no part of its text.
+            if params.include_stop_str_in_output and detokenizer is not None:
+                detokenizer.push(token)
+            return "stop"
+        if self.guide is not None:
+            self.guide.accept(token)
+        if detokenizer is not None:
+            self.stop_reason = detokenizer.push(token)
+            if self.stop_reason is not None:
+                return "stop"
+        if self.guide is not None and self.guide.stopped:
+            return "stop"
+        return "length" if self.num_output_tokens >= request.max_tokens else None
+
     def end_text(self) -> None:
         """No token follows: settle what the text is."""
         if self.detokenizer is None:
@@ -134,7 +159,7 @@ class Sample:
             return
         tokens = self.tokens[self.num_prompt_tokens :]
         if self.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            tokens.pop()  # what stopped a sample is no part of its text
+            tokens.pop()
         self.detokenizer.finish_all(tokens)
 
 
@@ -154,6 +179,8 @@ class Request:
     bad_word_ids: list[tuple[int, ...]] = field(default_factory=list)
     namespace: bytes = b""
     """What must be equal for KV to be shared, see `KVManager.begin`."""
+    cache_salt: str | None = field(default=None, repr=False)
+    """What of the namespace is the tenant's."""
     priority: int = 0
     """Lower goes first, where the scheduler's policy is by priority."""
     stream: bool = False

@@ -122,6 +122,7 @@ class Router:
             if params.bad_words
             else [],
             namespace=b"" if salt is None else namespace(self._model_name, salt=salt),
+            cache_salt=salt,
             priority=priority,
             stream=stream,
         )

@@ -1,7 +1,7 @@
 """The running samples as columns: what a step asks of all of them is a few numpy calls, whatever their number.
 
 Row i of every column belongs to ``samples[i]``. Rows are in the order of service: of requests by `Request.order`, of
-the samples of a request by index. So those of a request are neighbours, and the last rows are the first to be preempted.
+the samples of a request by index. So those of a request are neighbours, and the last are the first to be preempted.
 Rows come and go when requests do; a step of decoding changes numbers alone.
 """
 

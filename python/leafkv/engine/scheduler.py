@@ -27,6 +27,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -253,34 +254,25 @@ class Scheduler:
                 if kept < n:
                     self.manager.truncate(number, computed + kept)
 
-    def commit_first(self, sample: Sample, token: int) -> None:
-        """A sample that has just been forked has got its first token."""
-        row = self.running.row(sample)
-        self.manager.commit(sample.number, sample.num_prompt_tokens, [token])
-        self.running.column(KNOWN)[row] += 1
-        self.running.column(LAST)[row] = token
-
-    def bear(self) -> list[Sample]:
-        """Fork the other samples of requests whose prompt has been computed; return those that begin to live."""
-        born: list[Sample] = []
-        computed, prompt, born_ = (self.running.column(name) for name in (COMPUTED, PROMPT, BORN))
+    def bear(self, firsts: Mapping[Sample, int]) -> None:
+        """Fork the other samples of requests whose prompt has been computed, and give them their first tokens."""
+        computed, known, last, born = (self.running.column(name) for name in (COMPUTED, KNOWN, LAST, BORN))
         for request in [*self.forking]:
             first, *others = request.live
-            row = self.running.row(first)
-            if computed[row] < prompt[row]:
+            row, length = self.running.row(first), first.num_prompt_tokens
+            if computed[row] < length:
                 continue
-            for offset, sample in enumerate(others, 1):
+            for at, sample in enumerate(others, row + 1):
+                # One that was preempted has tokens. One that has none, and gets none now, computes the prompt's last.
+                written = length if sample in firsts or sample.num_output_tokens else length - 1
                 self.manager.fork(first.number, sample.number)
-                if computed[row] > prompt[row]:
-                    self.manager.truncate(sample.number, int(prompt[row]))
-                if sample.num_output_tokens:  # it was preempted
-                    own = sample.tokens[sample.num_prompt_tokens :]
-                    self.manager.commit(sample.number, sample.num_prompt_tokens, own)
-                computed[row + offset] = prompt[row]
-                born_[row + offset] = 1
+                if computed[row] > written:
+                    self.manager.truncate(sample.number, written)
+                unwritten = [*sample.tokens[written:], *([firsts[sample]] if sample in firsts else [])]
+                self.manager.commit(sample.number, written, unwritten)
+                computed[at], known[at], last[at] = written, written + len(unwritten), unwritten[-1]
+                born[at] = 1
             del self.forking[request]
-            born += others
-        return born
 
     def _share_out(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
         """How many tokens of each running sample the budget allows for, in order of service; the drafts among them."""

@@ -1,0 +1,125 @@
+"""Between the engine and its journal: what a step has brought is written before anybody hears of it, and comes back.
+
+A request is written when it is admitted, with its seed; its tokens and its end in the transaction of the step that gave
+them. Drawing a token depends on nothing else (parameters, seed, position, tokens), so :func:`restore` goes on to the
+very tokens that would have come. The KV is computed again: a request that comes back is like one that was preempted.
+
+What a failed write (a full disk) could not take is kept, and goes first into the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from leafkv.engine.journal import Admission
+from leafkv.engine.logprobs import Logprob
+from leafkv.engine.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from leafkv.engine.journal import EndRow, Journal, JournaledRequest, TokenRow
+    from leafkv.engine.request import Request, Sample
+    from leafkv.engine.router import Router
+
+
+class Recorder:
+    """Collects what a step brings, for one write.
+
+    Args:
+        journal: where it goes.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self._tokens: list[TokenRow] = []
+        self._ended: list[EndRow] = []
+
+    def admit(self, request: Request) -> None:
+        """Write a new request, at once.
+
+        Raises:
+            JournalError: it is not written, or its id is one that the journal has.
+            InvalidInputError: its parameters cannot be written down.
+        """
+        self.journal.write(admitted=[_admission(request)])
+
+    def copy(self, request: Request) -> None:
+        """Note all of a request that nobody has written yet, its tokens so far included."""
+        self.admit(request)
+        for sample in request.samples:
+            for position in range(sample.num_output_tokens):
+                self.token(sample, position)
+            if sample.finish_reason is not None:
+                self.end(sample)
+
+    def token(self, sample: Sample, position: int) -> None:
+        """Note a generated token, by its place among those."""
+        logprobs = None if sample.logprobs is None else _pack(sample.logprobs[position])
+        token = sample.tokens[sample.num_prompt_tokens + position]
+        self._tokens.append((sample.request.request_id, sample.index, position, token, logprobs))
+
+    def end(self, sample: Sample) -> None:
+        """Note how a sample has ended."""
+        request, reason = sample.request, sample.finish_reason
+        assert reason is not None
+        error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
+        self._ended.append((request.request_id, sample.index, reason, sample.stop_reason, error))
+
+    def flush(self) -> None:
+        """Write what was noted.
+
+        Raises:
+            JournalError: nothing was written; the next flush tries again.
+        """
+        if self._tokens or self._ended:
+            self.journal.write(tokens=self._tokens, ended=self._ended)
+            self._tokens, self._ended = [], []
+
+
+def restore(router: Router, record: JournaledRequest) -> Request:
+    """A request as it was, with the tokens that it has; what it gives from the first token on comes in deltas.
+
+    Raises:
+        InvalidInputError: it does not fit the engine that it comes to.
+    """
+    admission = record.admission
+    prompt = {"prompt_token_ids": admission.prompt_token_ids, "prompt": admission.prompt}
+    if admission.cache_salt is not None:
+        prompt["cache_salt"] = admission.cache_salt
+    params = replace(
+        SamplingParams.from_dict(admission.params),
+        seed=admission.seed,
+        max_tokens=admission.max_tokens,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    request = router.prepare(prompt, params, request_id=admission.request_id, priority=admission.priority, stream=True)
+    for sample, tokens, logprobs in zip(request.samples, record.tokens, record.logprobs, strict=True):
+        for token, packed in zip(tokens, logprobs, strict=True):
+            sample.take(token, None if packed is None else _unpack(packed))
+        if sample.index in record.ended:
+            reason, stop_reason = record.ended[sample.index]
+            sample.finish_reason, sample.stop_reason = reason, stop_reason  # type: ignore[assignment]
+            sample.end_text()
+    return request
+
+
+def _admission(request: Request) -> Admission:
+    return Admission(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        params=request.params.to_dict(),
+        seed=request.seed,
+        priority=request.priority,
+        max_tokens=request.max_tokens,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _pack(logprobs: dict[int, Logprob]) -> str:
+    return json.dumps([[token, *asdict(logprob).values()] for token, logprob in logprobs.items()])
+
+
+def _unpack(packed: str) -> dict[int, Logprob]:
+    return {token: Logprob(*values) for token, *values in json.loads(packed)}
