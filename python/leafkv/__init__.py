@@ -17,6 +17,7 @@ from leafkv._core import (
     write_kv,
 )
 from leafkv.errors import (
+    EngineDeadError,
     EventGapError,
     InsufficientMemoryError,
     InvalidInputError,
@@ -30,13 +31,15 @@ from leafkv.errors import (
 from leafkv.kv import CacheMirror, KVCache, KVManager, namespace
 
 if TYPE_CHECKING:
-    from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from leafkv.engine import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "AttentionPlan",
     "CacheMirror",
     "CompletionOutput",
+    "EngineDeadError",
     "EventGapError",
     "InsufficientMemoryError",
     "InvalidInputError",
@@ -61,7 +64,7 @@ __all__ = [
     "write_kv",
 ]
 
-_ENGINE_NAMES = frozenset({"LLM", "CompletionOutput", "RequestOutput", "SamplingParams"})
+_ENGINE_NAMES = frozenset({"LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams"})
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,10 @@ class EventGapError(LeafKVError, RuntimeError):
         self.got = got
 
 
+class EngineDeadError(LeafKVError, RuntimeError):
+    """The engine was shut down, or has died of a bug, which is the cause then. It takes no requests any more."""
+
+
 class InvariantError(LeafKVError, AssertionError):
     """LeafKV contradicts itself: a bug in LeafKV, please report it."""
 
