@@ -31,12 +31,24 @@ from leafkv.errors import (
 from leafkv.kv import CacheMirror, KVCache, KVManager, namespace
 
 if TYPE_CHECKING:
-    from leafkv.engine import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
+    from leafkv.engine import (
+        LLM,
+        AsyncEngine,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+    )
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "AttentionPlan",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CacheMirror",
     "CompletionOutput",
     "EngineDeadError",
@@ -64,7 +76,18 @@ __all__ = [
     "write_kv",
 ]
 
-_ENGINE_NAMES = frozenset({"LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams"})
+_ENGINE_NAMES = frozenset(
+    {
+        "LLM",
+        "AsyncEngine",
+        "BeamSearchOutput",
+        "BeamSearchParams",
+        "BeamSearchSequence",
+        "CompletionOutput",
+        "RequestOutput",
+        "SamplingParams",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ which leaves outputs in an `output_collector` for each consumer.
 from __future__ import annotations
 
 from leafkv.engine.async_engine import AsyncEngine
+from leafkv.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from leafkv.engine.engine import Engine, EngineStats
 from leafkv.engine.llm import LLM
 from leafkv.engine.outputs import CompletionOutput, RequestOutput
@@ -18,6 +19,9 @@ from leafkv.engine.sampling_params import SamplingParams
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineStats",

@@ -105,6 +105,7 @@ class Built:
     manager: KVManager
     cache: KVCache
     tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
     loaded: LoadedModel
 
 
@@ -148,17 +149,18 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         max_model_len=max_model_len,
         max_pool_tokens=num_blocks * block_size,
     )
+    eos_token_ids = frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ())
     engine = Engine(
         loaded.model,
         manager,
         cache,
-        eos_token_ids=frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
+        eos_token_ids=eos_token_ids,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=args.max_num_seqs,
         max_model_len=min(max_model_len, num_blocks * block_size),
         num_threads=args.num_threads,
     )
-    return Built(args, router, engine, manager, cache, tokenizer, loaded)
+    return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded)
 
 
 def _refuse_what_is_not_built_yet(args: EngineArgs) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leafkv.engine.beam_search import BeamSearchOutput, BeamSearchParams, at_temperature, num_candidates, search
 from leafkv.engine.build import EngineArgs, build
 from leafkv.engine.engine import EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
@@ -104,6 +105,7 @@ class LLM:
         self.engine = built.engine
         self._router = built.router
         self._tokenizer = built.tokenizer
+        self._eos_token_ids = built.eos_token_ids
         self._lock = threading.Lock()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._dropped: deque[str] = deque()
@@ -169,6 +171,35 @@ class LLM:
         """
         return self._follow(self._router.prepare(prompt, sampling_params, stream=True))
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest answers to prompts, ``params.beam_width`` to each; the results are in the prompts' order.
+
+        Args:
+            prompts: as for :meth:`generate`.
+            params: how wide and how long to search.
+
+        Raises:
+            InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
+            Exception: what the model raised, if it did.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidInputError(f"params: expected BeamSearchParams, got {params!r}")
+        limits = SamplingParams(max_tokens=params.max_tokens)
+        token_ids = [self._router.prepare(prompt, limits).prompt_token_ids for prompt in as_prompts(prompts)]
+        eos_token_ids = self._eos_token_ids
+        count = num_candidates(params, eos_token_ids)
+
+        def next_logprobs(contexts: list[list[int]]) -> list[dict[int, float]]:
+            if params.temperature in (0.0, 1.0):
+                return self._next_logprobs(contexts, min(count, self._router.vocab_size))
+            return [at_temperature(each, params.temperature) for each in self._next_logprobs(contexts, -1)]
+
+        outputs = search(token_ids, params, eos_token_ids, next_logprobs)
+        if self._tokenizer is not None:
+            for sequence in (sequence for output in outputs for sequence in output.sequences):
+                sequence.text = self._tokenizer.decode(sequence.tokens, skip_special_tokens=False)
+        return outputs
+
     def stats(self) -> EngineStats:
         """Counters since the start. Those of the blocks are in ``manager.stats()``."""
         with self._lock:
@@ -189,6 +220,16 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
         return self._tokenizer
+
+    def _next_logprobs(self, contexts: list[list[int]], count: int) -> list[dict[int, float]]:
+        """The log-probabilities of the ``count`` likeliest tokens after each context, or of all (-1)."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, logprobs=count)  # type: ignore[call-arg]
+        prompts = [{"prompt_token_ids": context} for context in contexts]
+        answers = [output.outputs[0] for output in self.generate(prompts, params, use_tqdm=False)]
+        return [
+            {token: entry.logprob for token, entry in answer.logprobs[0].items()}  # type: ignore[attr-defined]
+            for answer in answers
+        ]
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:
         inbox: deque[RequestOutput] = deque()
