@@ -17,10 +17,13 @@ from leafkv._core import (
     write_kv,
 )
 from leafkv.errors import (
+    EngineDeadError,
     EventGapError,
+    HandedOverError,
     InsufficientMemoryError,
     InvalidInputError,
     InvariantError,
+    JournalError,
     LeafKVError,
     MissingExtraError,
     ModelLoadError,
@@ -32,20 +35,40 @@ from leafkv.errors import (
 from leafkv.kv import CacheMirror, KVCache, KVManager, namespace
 
 if TYPE_CHECKING:
-    from leafkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from leafkv.engine import (
+        LLM,
+        AsyncEngine,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "AttentionPlan",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CacheMirror",
     "CompletionOutput",
+    "EngineDeadError",
     "EventGapError",
+    "HandedOverError",
     "InsufficientMemoryError",
     "InvalidInputError",
     "InvariantError",
+    "JournalError",
     "KVCache",
     "KVManager",
     "LeafKVError",
+    "Logprob",
     "MissingExtraError",
     "ModelLoadError",
     "OutOfBlocksError",
@@ -53,8 +76,10 @@ __all__ = [
     "QueueTimeoutError",
     "Ready",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Stats",
+    "StructuredOutputsParams",
     "UnknownSequenceError",
     "WaitFor",
     "__version__",
@@ -65,7 +90,21 @@ __all__ = [
     "write_kv",
 ]
 
-_ENGINE_NAMES = frozenset({"LLM", "CompletionOutput", "RequestOutput", "SamplingParams"})
+_ENGINE_NAMES = frozenset(
+    {
+        "LLM",
+        "AsyncEngine",
+        "BeamSearchOutput",
+        "BeamSearchParams",
+        "BeamSearchSequence",
+        "CompletionOutput",
+        "Logprob",
+        "RequestOutput",
+        "RequestOutputKind",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import inspect
 import itertools
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 import leafkv
 from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
+from leafkv.engine.build import EngineArgs
 from leafkv.kv.cache import DTYPES
 from leafkv.models import load_model
 
@@ -207,11 +210,24 @@ def test_bad_lists_of_params(llm: LLM, params: Any) -> None:
         {"dtype": "bfloat16"},  # the toy was not loaded like that
         {"quantization": "q8_0"},
         {"kv_cache_dtype": "int4"},
+        *[{"scheduling_policy": value} for value in ("lifo", None)],
+        *[{"max_waiting": value} for value in (0, 1.5, "4", True)],
+        *[{"queue_timeout": value} for value in (0, -1.0, NAN, "4", True)],
+        *[{"speculative_config": value} for value in (1, "ngram")],
+        *[{"journal": value} for value in (1, "", b"path")],
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
         make_llm(**options)
+
+
+def test_both_faces_have_the_same_options() -> None:
+    of_llm = list(inspect.signature(LLM.__init__).parameters.values())[2:]
+    assert {option.name: option.default for option in of_llm} == {
+        option.name: option.default for option in dataclasses.fields(EngineArgs)
+    }
+    assert all(option.kind is option.KEYWORD_ONLY for option in of_llm)
 
 
 @pytest.mark.parametrize(

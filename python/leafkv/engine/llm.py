@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leafkv import log
-from leafkv._checks import check_integer
-from leafkv.engine.engine import Engine, EngineStats
+from leafkv.engine.beam_search import BeamSearchOutput, at_temperature, num_candidates, search
+from leafkv.engine.build import EngineArgs, build
+from leafkv.engine.engine import EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
-from leafkv.engine.logprobs import token_decoder
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
-from leafkv.engine.router import Message, Prompt, Router, as_prompts, is_chat
-from leafkv.engine.sampling_params import SamplingParams
-from leafkv.engine.speculation import proposer_of
+from leafkv.engine.router import Message, Prompt, as_prompts, is_chat
+from leafkv.engine.sampling_params import BeamSearchParams, SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
-from leafkv.kv import KVCache, KVManager, size_from_memory
-from leafkv.kv.cache import DTYPES
-from leafkv.models import load_model
-from leafkv.models.conversion import Conversion
 
 if TYPE_CHECKING:
     from leafkv.engine.request import Request
+    from leafkv.engine.waiting import Policy
     from leafkv.models import LoadedModel
     from leafkv.models.tokenizer import Tokenizer
-
-MAX_THREADS = 1024
-"""As many as attention takes."""
 
 
 class LLM:
@@ -56,6 +48,12 @@ class LLM:
             as they are. It goes with float32 alone.
         kv_cache_dtype: "auto" (float32), "float32", "float16", "bfloat16" or "int8".
         num_threads: threads for attention and matrix products; None for all.
+        scheduling_policy: who goes first: "fcfs", in order of arrival; "priority", the lowest ``priority``; "prefix",
+            who finds most of its prompt in the cache.
+        max_waiting: requests that wait at the same time at most: one more is refused. None for no bound.
+        queue_timeout: seconds that a request waits at most before it first runs; None for no bound.
+        speculative_config: guess tokens and check them several at a time, as vLLM's option of this name; None to not.
+        journal: a file in which requests survive the end of the process; None for no file.
 
     Raises:
         InvalidInputError: an argument is malformed, or not what ``model`` was loaded with.
@@ -78,74 +76,37 @@ class LLM:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         num_threads: int | None = None,
-        scheduling_policy: str = "fcfs",
-        speculative_config: Any = None,
+        scheduling_policy: Policy = "fcfs",
         max_waiting: int | None = None,
         queue_timeout: float | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        journal: str | Path | None = None,
     ) -> None:
-        block_size = check_integer("block_size", block_size, 1)
-        max_num_batched_tokens = check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-        max_num_seqs = check_integer("max_num_seqs", max_num_seqs, 1)
-        if num_blocks is not None:
-            num_blocks = check_integer("num_blocks", num_blocks, 1)
-        if max_model_len is not None:
-            max_model_len = check_integer("max_model_len", max_model_len, 1)
-        if num_threads is not None:
-            num_threads = check_integer("num_threads", num_threads, 1, MAX_THREADS)
-        for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("partial_hits", partial_hits)):
-            if not isinstance(flag, bool):
-                raise InvalidInputError(f"{name}: expected True or False, got {flag!r}")
-        conversion = Conversion(dtype, quantization)
-        if kv_cache_dtype not in ("auto", *DTYPES):
-            raise InvalidInputError(
-                f"kv_cache_dtype: expected one of auto, {', '.join(DTYPES)}, got {kv_cache_dtype!r}"
-            )
-        log.show()
-        loaded = _load(model, conversion)
-        if summary := getattr(loaded, "weights", None):
-            log.logger.info("%s: weights %s; arithmetic in %s", loaded.name, summary, loaded.dtype)
-        config = loaded.config
-        context = config.max_position_embeddings
-        if max_model_len is not None and max_model_len > context:
-            raise InvalidInputError(f"max_model_len: {max_model_len} is beyond the model's context of {context}")
-        max_model_len = max_model_len or context
-        kv_dtype = "float32" if kv_cache_dtype == "auto" else kv_cache_dtype
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
-        if num_blocks is None:
-            most = max_num_seqs * -(-max_model_len // block_size)
-            size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
-            log.logger.info("KV cache: %s", size)
-            num_blocks = size.num_blocks
-        self.manager = KVManager(
-            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, partial_hits=partial_hits
-        )
-        self.cache = KVCache(num_blocks, *shape)
-        self._tokenizer = tokenizer = loaded.tokenizer
-        eos = frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ())
-        self._router = Router(
-            tokenizer,
-            vocab_size=config.vocab_size,
-            max_model_len=max_model_len,
+        args = EngineArgs(
             num_blocks=num_blocks,
             block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            eos_token_ids=eos,
-        )
-        self.engine = Engine(
-            loaded.model,
-            self.manager,
-            self.cache,
-            eos_token_ids=eos,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            max_model_len=min(max_model_len, num_blocks * block_size),
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            partial_hits=partial_hits,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             num_threads=num_threads,
-            policy=scheduling_policy,
-            proposer=proposer_of(speculative_config),
+            scheduling_policy=scheduling_policy,
             max_waiting=max_waiting,
             queue_timeout=queue_timeout,
-            decode=token_decoder(tokenizer) if tokenizer else None,
+            speculative_config=speculative_config,
+            journal=journal,
         )
+        built = build(model, args)
+        self.manager = built.manager
+        self.cache = built.cache
+        self.engine = built.engine
+        self._router = built.router
+        self._tokenizer = built.tokenizer
+        self._eos_token_ids = built.eos_token_ids
         self._lock = threading.Lock()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._dropped: deque[str] = deque()
@@ -211,6 +172,35 @@ class LLM:
         """
         return self._follow(self._router.prepare(prompt, sampling_params, stream=True))
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest answers to prompts, ``params.beam_width`` to each; the results are in the prompts' order.
+
+        Args:
+            prompts: as for :meth:`generate`.
+            params: how wide and how long to search.
+
+        Raises:
+            InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
+            Exception: what the model raised, if it did.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidInputError(f"params: expected BeamSearchParams, got {params!r}")
+        limits = SamplingParams(max_tokens=params.max_tokens)
+        token_ids = [self._router.prepare(prompt, limits).prompt_token_ids for prompt in as_prompts(prompts)]
+        eos_token_ids = self._eos_token_ids
+        count = num_candidates(params, eos_token_ids)
+
+        def next_logprobs(contexts: list[list[int]]) -> list[dict[int, float]]:
+            if params.temperature in (0.0, 1.0):
+                return self._next_logprobs(contexts, min(count, self._router.vocab_size))
+            return [at_temperature(each, params.temperature) for each in self._next_logprobs(contexts, -1)]
+
+        outputs = search(token_ids, params, eos_token_ids, next_logprobs)
+        if self._tokenizer is not None:
+            for sequence in (sequence for output in outputs for sequence in output.sequences):
+                sequence.text = self._tokenizer.decode(sequence.tokens, skip_special_tokens=False)
+        return outputs
+
     def stats(self) -> EngineStats:
         """Counters since the start. Those of the blocks are in ``manager.stats()``."""
         with self._lock:
@@ -231,6 +221,13 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
         return self._tokenizer
+
+    def _next_logprobs(self, contexts: list[list[int]], count: int) -> list[dict[int, float]]:
+        """The log-probabilities of the ``count`` likeliest tokens after each context, or of all (-1)."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, logprobs=count)
+        prompts = [{"prompt_token_ids": context} for context in contexts]
+        answers = [output.outputs[0] for output in self.generate(prompts, params, use_tqdm=False)]
+        return [{token: entry.logprob for token, entry in (answer.logprobs or [{}])[0].items()} for answer in answers]
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:
         inbox: deque[RequestOutput] = deque()
@@ -290,22 +287,6 @@ class LLM:
                         self.engine.abort_request(self._dropped.popleft())
                 finally:
                     self._lock.release()
-
-
-def _load(model: str | Path | LoadedModel | None, conversion: Conversion) -> LoadedModel:
-    if model is None or isinstance(model, (str, Path)):
-        return load_model(model, dtype=conversion.dtype, quantization=conversion.quantization)
-    if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
-        raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
-    # A model is what it was loaded as: what is asked for now must be that.
-    dtype, quantization = getattr(model, "dtype", "float32"), getattr(model, "quantization", None)
-    if conversion.dtype not in ("auto", dtype):
-        raise InvalidInputError(f"dtype: expected auto or {dtype}, as the model was loaded, got {conversion.dtype!r}")
-    if conversion.quantization not in (None, quantization):
-        raise InvalidInputError(
-            f"quantization: expected {quantization!r}, as the model was loaded, got {conversion.quantization!r}"
-        )
-    return model
 
 
 def _each(params: Any, count: int) -> list[Any]:

@@ -1,0 +1,206 @@
+"""From options to an engine: what :class:`leafkv.LLM` and :class:`leafkv.AsyncEngine` have in common.
+
+:class:`EngineArgs` are the options, checked when they are made, before a model is read. :func:`build` loads the model,
+sizes the KV memory and puts router and engine on top. The names, defaults and checks of options are here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leafkv import log
+from leafkv._checks import check_integer, check_number
+from leafkv._core import instruction_set
+from leafkv.engine.engine import Engine
+from leafkv.engine.journal import Journal
+from leafkv.engine.logprobs import token_decoder
+from leafkv.engine.router import Router
+from leafkv.engine.speculation import proposer_of
+from leafkv.engine.waiting import POLICIES, Policy
+from leafkv.errors import InvalidInputError
+from leafkv.kv import KVCache, KVManager, size_from_memory
+from leafkv.kv.cache import DTYPES
+from leafkv.models import load_model
+from leafkv.models.conversion import Conversion
+
+if TYPE_CHECKING:
+    from leafkv.models import LoadedModel
+    from leafkv.models.tokenizer import Tokenizer
+
+MAX_THREADS = 1024
+"""As many as attention takes."""
+
+_INTEGERS = {
+    "block_size": None,
+    "max_num_batched_tokens": None,
+    "max_num_seqs": None,
+    "num_blocks": None,
+    "max_model_len": None,
+    "num_threads": MAX_THREADS,
+    "max_waiting": None,
+}
+"""Options that are at least 1, and what they are at most."""
+
+_NEVER_NONE = ("block_size", "max_num_batched_tokens", "max_num_seqs")
+
+_CHOICES = {"kv_cache_dtype": ("auto", *DTYPES), "scheduling_policy": POLICIES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """The options of an engine, each as :class:`leafkv.LLM` describes it.
+
+    Raises:
+        InvalidInputError: an option is malformed.
+    """
+
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    partial_hits: bool = True
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    num_threads: int | None = None
+    scheduling_policy: Policy = "fcfs"
+    max_waiting: int | None = None
+    queue_timeout: float | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    journal: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        values: dict[str, object] = {}  # of numpy's numbers only the value is kept
+        for name, most in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name in _NEVER_NONE:
+                values[name] = check_integer(name, value, 1, most)
+        for name in ("enable_prefix_caching", "partial_hits"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        Conversion(self.dtype, self.quantization)  # which checks them
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidInputError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.queue_timeout is not None:
+            expected = "a number of seconds > 0"
+            values["queue_timeout"] = check_number("queue_timeout", self.queue_timeout, expected, lambda x: x > 0)
+        if self.speculative_config is not None:
+            proposer_of(self.speculative_config)  # which checks it
+            values["speculative_config"] = dict(self.speculative_config)
+        if self.journal is not None and (not isinstance(self.journal, (str, Path)) or self.journal == ""):
+            raise InvalidInputError(f"journal: expected a path, got {self.journal!r}")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine, and what it was built of."""
+
+    args: EngineArgs
+    router: Router
+    engine: Engine
+    manager: KVManager
+    cache: KVCache
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    loaded: LoadedModel
+
+
+def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
+    """An engine for ``model``, ready to run.
+
+    Raises:
+        InvalidInputError: an option is not what ``model`` was loaded with, or more than it can.
+        ModelLoadError: the model cannot be read, or not be quantized like that.
+        InsufficientMemoryError: the KV cache does not fit in free memory.
+    """
+    log.show()
+    loaded = _load(model, Conversion(args.dtype, args.quantization))
+    if summary := getattr(loaded, "weights", None):
+        log.logger.info("%s: weights %s; arithmetic in %s", loaded.name, summary, loaded.dtype)
+    config, block_size = loaded.config, args.block_size
+    context = config.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > context:
+        raise InvalidInputError(f"max_model_len: {args.max_model_len} is beyond the model's context of {context}")
+    max_model_len = args.max_model_len or context
+    kv_dtype = "float32" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
+    num_blocks = args.num_blocks
+    if num_blocks is None:
+        most = args.max_num_seqs * -(-max_model_len // block_size)
+        size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
+        log.logger.info("KV cache: %s", size)
+        num_blocks = size.num_blocks
+    manager = KVManager(
+        num_blocks,
+        block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
+        partial_hits=args.partial_hits,
+    )
+    cache = KVCache(num_blocks, *shape)
+    tokenizer = loaded.tokenizer
+    eos_token_ids = frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ())
+    name = getattr(loaded, "name", "model")
+    router = Router(
+        tokenizer,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=args.max_num_seqs,
+        eos_token_ids=eos_token_ids,
+        model_name=name,
+    )
+    engine = Engine(
+        loaded.model,
+        manager,
+        cache,
+        eos_token_ids=eos_token_ids,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=min(max_model_len, num_blocks * block_size),
+        num_threads=args.num_threads,
+        policy=args.scheduling_policy,
+        max_waiting=args.max_waiting,
+        queue_timeout=args.queue_timeout,
+        proposer=proposer_of(args.speculative_config),
+        decode=None if tokenizer is None else token_decoder(tokenizer),
+        journal=None if args.journal is None else Journal(args.journal, identity_of(loaded)),
+    )
+    return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded)
+
+
+def identity_of(loaded: LoadedModel) -> dict[str, str | int]:
+    """What a journal belongs to: requests go on to the same tokens with this model alone."""
+    config = loaded.config
+    return {
+        "model": getattr(loaded, "name", "model"),
+        "dtype": getattr(loaded, "dtype", "float32"),
+        "quantization": getattr(loaded, "quantization", None) or "none",
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "instruction_set": instruction_set(),
+    }
+
+
+def _load(model: str | Path | LoadedModel | None, conversion: Conversion) -> LoadedModel:
+    if model is None or isinstance(model, (str, Path)):
+        return load_model(model, dtype=conversion.dtype, quantization=conversion.quantization)
+    if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
+        raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
+    # A model is what it was loaded as: what is asked for now must be that.
+    dtype, quantization = getattr(model, "dtype", "float32"), getattr(model, "quantization", None)
+    if conversion.dtype not in ("auto", dtype):
+        raise InvalidInputError(f"dtype: expected auto or {dtype}, as the model was loaded, got {conversion.dtype!r}")
+    if conversion.quantization not in (None, quantization):
+        raise InvalidInputError(
+            f"quantization: expected {quantization!r}, as the model was loaded, got {conversion.quantization!r}"
+        )
+    return model
