@@ -152,7 +152,7 @@ BAD_PARAMS: list[tuple[str, Any]] = [
     *[("top_k", value) for value in (-2, 1.0, NAN, "1", None, True)],
     *[("max_tokens", value) for value in (0, -1, 1.0, NAN, "16", True)],
     *[("seed", value) for value in (-1, 2**64, 1.0, "1", True)],
-    *[("n", value) for value in (0, 2, -1, 1.0, None, True)],
+    *[("n", value) for value in (0, -1, 1.0, None, True)],
     *[("stop_token_ids", value) for value in (3, "3", b"3", [-1], [1.0], [True], [None])],
     *[(name, 1) for name in ("ignore_eos", "detokenize", "skip_special_tokens")],
 ]
@@ -160,7 +160,7 @@ BAD_PARAMS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), BAD_PARAMS)
 def test_bad_sampling_params_are_named(name: str, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=rf"^{name}: .*{'' if value == 2 else 'expected'}"):
+    with pytest.raises(InvalidInputError, match=rf"^{name}: .*expected"):
         SamplingParams(**{name: value})
 
 
@@ -178,8 +178,8 @@ def test_good_sampling_params() -> None:
     assert results[0].outputs[0] == results[1].outputs[0]
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams() == SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=16)
-    with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(presence_penalty=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -538,11 +538,12 @@ def test_held_back_text_comes_with_the_end() -> None:
             decode, held = self.decode, list[int]()
 
             class Stream:
-                def step(self, token: int) -> str | None:
+                def step(self, token: int) -> str:
                     held.append(token)
-                    if len(held) % 2:
-                        return None
-                    return decode(held[-2:], skip_special_tokens)
+                    return "" if len(held) % 2 else decode(held[-2:], skip_special_tokens)
+
+                def finish(self) -> str:
+                    return decode(held[-1:], skip_special_tokens) if len(held) % 2 else ""
 
             return Stream()
 

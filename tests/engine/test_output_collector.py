@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from leafkv import CompletionOutput, RequestOutput
+from leafkv import CompletionOutput as Answer
+from leafkv import Logprob
+from leafkv import RequestOutput as Output
 from leafkv.engine.output_collector import OutputCollector
 from leafkv.engine.request import RequestMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(CompletionOutput):
-    logprobs: list[dict[int, float]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Output(RequestOutput):
-    prompt_logprobs: list[None] | None = None
-
 
 METRICS = RequestMetrics()
 
 
 def output(answers: list[Any], *, finished: bool = False, error: Exception | None = None, **fields: Any) -> Output:
-    return Output("0", "A", [1], answers, finished, 0, METRICS, error, **fields)
+    return Output("0", "A", [1], answers, finished, 0, METRICS, error=error, **fields)
 
 
-def logprobs(tokens: list[int], wanted: bool) -> list[dict[int, float]] | None:
-    return [{token: -1.0} for token in tokens] if wanted else None
+def logprobs(tokens: list[int], wanted: bool) -> list[dict[int, Logprob]] | None:
+    return [{token: Logprob(-1.0)} for token in tokens] if wanted else None
 
 
 def joined(before: Answer, answer: Answer) -> Answer:
@@ -40,9 +30,9 @@ def joined(before: Answer, answer: Answer) -> Answer:
         answer.index,
         before.text + answer.text,
         before.token_ids + answer.token_ids,
-        answer.finish_reason,
-        answer.stop_reason,
-        None if before.logprobs is None else before.logprobs + (answer.logprobs or []),
+        logprobs=None if before.logprobs is None else before.logprobs + (answer.logprobs or []),
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
     )
 
 
@@ -82,9 +72,9 @@ def test_what_is_taken_joins_to_the_whole(delta: bool, seed: int) -> None:
                 reason: Any = rng.choice(("stop", "length")) if sent[i] == len(whole[i]) else None
                 ended.update([i] * (reason is not None))
                 text = "".join(chr(97 + token) for token in tokens)
-                answers.append(
-                    Answer(i, text, tokens, reason, 5 if reason == "stop" else None, logprobs(tokens, wanted))
-                )
+                stop = 5 if reason == "stop" else None
+                found = logprobs(tokens, wanted)
+                answers.append(Answer(i, text, tokens, logprobs=found, finish_reason=reason, stop_reason=stop))
             assert collector.put(output(answers, finished=len(ended) == samples, **first)) is not waits
             waits, first = True, {}
             if rng.random() < 0.3:
@@ -123,7 +113,7 @@ def test_a_failed_request_says_so_whatever_waited() -> None:
         for delta in (False, True):
             collector, error = OutputCollector(delta=delta), RuntimeError("the model broke")
             collector.put(output([Answer(0, "a", [0])]))
-            collector.put(output([Answer(0, "", [], "error")], finished=True, error=error))
+            collector.put(output([Answer(0, "", [], finish_reason="error")], finished=True, error=error))
             collector.wake()
             got = await asyncio.wait_for(collector.get(), 60)
             assert got.finished

@@ -19,7 +19,6 @@ from leafkv.engine.build import EngineArgs, build
 from leafkv.engine.engine_thread import EngineThread
 from leafkv.engine.output_collector import OutputCollector
 from leafkv.engine.sampling_params import RequestOutputKind
-from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -55,7 +54,6 @@ class AsyncEngine:
         built = build(model, EngineArgs(**options))
         self.manager = built.manager
         self.cache = built.cache
-        self._args = built.args
         self._router = built.router
         self._tokenizer = built.tokenizer
         self._thread = EngineThread(built.engine)
@@ -159,8 +157,6 @@ class AsyncEngine:
         await asyncio.to_thread(self.shutdown)
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int) -> Request:
-        if priority != 0 and self._args.scheduling_policy != "priority":
-            raise InvalidInputError(f"priority: {priority} needs scheduling_policy='priority'")
         # Drawn, not counted: it is nobody's who chose one, nor one of an earlier process.
         name = secrets.token_hex(8) if request_id is None else request_id
         return self._router.prepare(prompt, params, request_id=name, priority=priority, stream=True)

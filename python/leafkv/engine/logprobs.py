@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -89,16 +90,16 @@ def token_decoder(tokenizer: Decoder) -> Decode:
 
     Decoded alone, a token of many tokenizers would lose the space that it begins with.
     """
-    before = tokenizer.encode("a", add_special_tokens=False)
-    prefix = tokenizer.decode(before, skip_special_tokens=False)
-    texts: dict[int, str] = {}
 
+    @cache
+    def context() -> tuple[list[int], str]:
+        before = tokenizer.encode("a", add_special_tokens=False)
+        return before, tokenizer.decode(before, skip_special_tokens=False)
+
+    @cache
     def decode(token: int) -> str:
-        text = texts.get(token)
-        if text is None:
-            text = tokenizer.decode([*before, token], skip_special_tokens=False)
-            text = text[len(prefix) :] if text.startswith(prefix) else tokenizer.decode([token], False)
-            texts[token] = text
-        return text
+        before, prefix = context()
+        text = tokenizer.decode([*before, token], skip_special_tokens=False)
+        return text[len(prefix) :] if text.startswith(prefix) else tokenizer.decode([token], False)
 
     return decode

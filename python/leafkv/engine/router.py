@@ -56,6 +56,7 @@ class Router:
         block_size: tokens per block.
         max_num_seqs: samples that may run at the same time.
         eos_token_ids: tokens that end a sample, unless its parameters ignore them.
+        has_priorities: whether requests may have any.
         model_name: what tells KV of this model from that of others, for prompts with a salt.
     """
 
@@ -69,6 +70,7 @@ class Router:
         block_size: int,
         max_num_seqs: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        has_priorities: bool = False,
         model_name: str = "model",
     ) -> None:
         self.tokenizer = tokenizer
@@ -78,6 +80,7 @@ class Router:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._eos_token_ids = eos_token_ids
+        self._has_priorities = has_priorities
         self._model_name = model_name
         self._ids = itertools.count()
         self._guides = None if tokenizer is None else GuideCompiler(tokenizer, vocab_size, eos_token_ids)
@@ -102,6 +105,8 @@ class Router:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidInputError(f"request_id: expected a string that is not empty, got {request_id!r}")
         priority = check_integer("priority", priority, -(2**31), 2**31 - 1)
+        if priority != 0 and not self._has_priorities:
+            raise InvalidInputError(f"priority: {priority} needs scheduling_policy='priority'")
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
             if not isinstance(salt, str) or not salt:
