@@ -105,7 +105,7 @@ class Guesser:
 class Workload:
     """Requests that come to an engine at random times, and what has become of them."""
 
-    def __init__(self, seed: int, *, faults: bool = True) -> None:
+    def __init__(self, seed: int, *, faults: bool = True, **options: Any) -> None:
         self.rng = rng = random.Random(seed)
         self.faults = faults
         block_size = rng.choice([1, 2, 3, 4, 8])
@@ -122,6 +122,7 @@ class Workload:
             "partial_hits": seed % 2 == 0,
             "scheduling_policy": rng.choice(["fcfs", "priority", "prefix"]),
             "speculative_config": speculation if rng.random() < 0.5 else None,
+            **options,
         }
         self.rig = Rig(self.model, **self.options)
         if rng.random() < 0.3:
@@ -144,6 +145,7 @@ class Workload:
         samples = min(4, self.options["max_num_seqs"], (num_blocks - shared) // own if own else 4)
         params = random_params(rng, max_tokens, samples=samples)
         stream, priority = rng.random() < 0.3, rng.randrange(3)
+        priority *= self.options["scheduling_policy"] == "priority"
         request = self.rig.add(prompt, params, stream=stream, priority=priority)
         self.requests.append(request)
         self.live.append(request)

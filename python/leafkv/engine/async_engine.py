@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leafkv.engine.build import EngineArgs, build
+from leafkv.engine.build import Built, EngineArgs, build
 from leafkv.engine.engine_thread import EngineThread
+from leafkv.engine.journal import Journal
 from leafkv.engine.output_collector import OutputCollector
+from leafkv.engine.recorder import restore
+from leafkv.engine.resumed import Rest, existing, recorded_output
 from leafkv.engine.sampling_params import RequestOutputKind
+from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,12 +55,37 @@ class AsyncEngine:
     """
 
     def __init__(self, model: str | Path | LoadedModel | None = None, **options: Any) -> None:
-        built = build(model, EngineArgs(**options))
+        self._start(build(model, EngineArgs(**options)))
+
+    @classmethod
+    def resume(cls, path: str | Path, model: str | Path | LoadedModel | None = None, **options: Any) -> Self:
+        """An engine with the journal at ``path``, which goes on with the requests that had not ended there.
+
+        They give the tokens that they would have given; their consumers come back with :meth:`stream`.
+
+        Args:
+            path: the journal of an `AsyncEngine` or `LLM` that is gone, or that a checkpoint has written.
+            model: that of the journal.
+            options: those of :class:`leafkv.LLM`.
+
+        Raises:
+            JournalError: the journal is damaged, in use, or of another model.
+            InvalidInputError: an option is malformed, or a request does not fit.
+        """
+        built = build(model, EngineArgs(**options, journal=existing(path)))
+        assert built.journal is not None
+        engine = cls.__new__(cls)
+        engine._start(built, [restore(built.router, record) for record in built.journal.unfinished()])
+        return engine
+
+    def _start(self, built: Built, resumed: Iterable[Request] = ()) -> None:
         self.manager = built.manager
         self.cache = built.cache
         self._router = built.router
         self._tokenizer = built.tokenizer
-        self._thread = EngineThread(built.engine)
+        self._identity = built.identity
+        self._journal = built.journal
+        self._thread = EngineThread(built.engine, resumed)
         weakref.finalize(self, self._thread.stop)
 
     async def generate(
@@ -99,6 +128,61 @@ class AsyncEngine:
                 yield output
         finally:
             subscription.close()
+
+    async def stream(self, request_id: str, after: int | Sequence[int] = 0) -> AsyncGenerator[RequestOutput, None]:
+        """The rest of the answer of a request of the journal, in deltas: each token once.
+
+        The request has ended, in this process or another, or has come back by :meth:`resume`. As with
+        :meth:`generate`, going away ends it.
+
+        Args:
+            request_id: which.
+            after: how many tokens of it the caller has had, of every sample or of each.
+
+        Raises:
+            InvalidInputError: there is no such request, or somebody else has come for it.
+            EngineDeadError: the engine was shut down, or has died.
+            Exception: what ended the request.
+        """
+        collector = OutputCollector(delta=True)
+        attach = partial(_attach, self._thread, request_id, collector)
+        request = await asyncio.wrap_future(self._thread.ask(attach))
+        if request is None:
+            ended, output = await asyncio.to_thread(self._recorded, request_id)
+            rest = Rest(self._router, ended, after).of(output)
+            if output.error is not None:
+                raise output.error
+            if rest is not None:
+                yield rest
+            return
+        subscription = _Subscription(self._thread, request)
+        try:
+            cut = Rest(self._router, request, after)
+            finished = False
+            while not finished:
+                output = await collector.get()
+                if output.error is not None:
+                    raise output.error
+                finished = output.finished
+                if (rest := cut.of(output)) is not None:
+                    yield rest
+        finally:
+            subscription.close()
+
+    async def checkpoint(self, path: str | Path | None = None) -> int:
+        """Hand all unfinished requests over to whoever resumes from the journal; return how many those are.
+
+        Their consumers here get a `HandedOverError`.
+
+        Args:
+            path: a journal to be written; None for the one that this engine has, which is closed then.
+
+        Raises:
+            InvalidInputError: there is no journal, or a request cannot be written down.
+            JournalError: the journal cannot be written; nothing has changed.
+        """
+        journal = None if path is None else Journal(path, self._identity)
+        return await asyncio.wrap_future(self._thread.ask(partial(_checkpoint, journal)))
 
     async def abort(self, request_id: str) -> None:
         """End a request, in whatever state: its blocks are free when this returns, its consumer is told.
@@ -156,6 +240,12 @@ class AsyncEngine:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
+    def _recorded(self, request_id: str) -> tuple[Request, RequestOutput]:
+        record = None if self._journal is None else self._journal.request(request_id)
+        if record is None or not record.finished:
+            raise InvalidInputError(f"request_id: the journal has no request {request_id!r} to be told")
+        return recorded_output(self._router, record)
+
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int) -> Request:
         # Drawn, not counted: it is nobody's who chose one, nor one of an earlier process.
         name = secrets.token_hex(8) if request_id is None else request_id
@@ -179,6 +269,14 @@ class _Subscription:
 
 def _abort(request_id: str, engine: Engine) -> None:
     engine.abort_request(request_id)
+
+
+def _attach(thread: EngineThread, request_id: str, collector: OutputCollector, _: Engine) -> Request | None:
+    return thread.attach(request_id, collector)
+
+
+def _checkpoint(journal: Journal | None, engine: Engine) -> int:
+    return engine.checkpoint(journal)
 
 
 def _clear(engine: Engine) -> None:

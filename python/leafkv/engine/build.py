@@ -111,6 +111,9 @@ class Built:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     loaded: LoadedModel
+    identity: dict[str, str | int]
+    """What a journal of its requests belongs to."""
+    journal: Journal | None
 
 
 def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
@@ -156,9 +159,12 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         block_size=block_size,
         max_num_seqs=args.max_num_seqs,
         eos_token_ids=eos_token_ids,
+        unique_ids=args.journal is not None,
         has_priorities=args.scheduling_policy == "priority",
         model_name=name,
     )
+    identity = identity_of(loaded)
+    journal = None if args.journal is None else Journal(args.journal, identity)
     engine = Engine(
         loaded.model,
         manager,
@@ -173,9 +179,9 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         queue_timeout=args.queue_timeout,
         proposer=proposer_of(args.speculative_config),
         decode=None if tokenizer is None else token_decoder(tokenizer),
-        journal=None if args.journal is None else Journal(args.journal, identity_of(loaded)),
+        journal=journal,
     )
-    return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded)
+    return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded, identity, journal)
 
 
 def identity_of(loaded: LoadedModel) -> dict[str, str | int]:

@@ -3,6 +3,8 @@
 Others reach it by commands in a queue: it obeys all that wait, makes a step if there is anything to do, hands out the
 outputs, and so on. With nothing to do it sleeps until the next command. Invariants:
 
+- A journal that cannot be written (a full disk) makes the thread try again until it can: nothing is told that is not
+  written, and nobody loses a request. Meanwhile no new one is taken, and :meth:`EngineThread.check` says why.
 - What waits for a consumer lies in an :class:`OutputCollector`; nothing that a consumer does, or stops doing, makes
   the thread wait or fail. The thread keeps no consumer alive: who is nowhere else is gone.
 - A command is either run or refused: also one that comes while the thread ends. Whoever waits for an answer gets one.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -23,7 +26,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from leafkv import log
-from leafkv.errors import EngineDeadError
+from leafkv.engine.output_collector import merge
+from leafkv.errors import EngineDeadError, JournalError
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
     from leafkv.engine.request import Request
 
 T = TypeVar("T")
+
+RETRY = 0.1
+"""Seconds between two tries to write the journal."""
 
 
 class _Command(NamedTuple):
@@ -47,10 +54,22 @@ class _Consumer(NamedTuple):
 
 
 class EngineThread:
-    """Runs ``engine`` from now until :meth:`shutdown`, or the end of the process."""
+    """Runs ``engine`` from now until :meth:`shutdown`, or the end of the process.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: nobody else uses it from now on.
+        resumed: requests that have come back from its journal. What they give is kept until a consumer comes.
+    """
+
+    def __init__(self, engine: Engine, resumed: Iterable[Request] = ()) -> None:
         self._engine = engine
+        self._resumed: dict[str, tuple[Request, RequestOutput | None]] = {}
+        """Requests of the journal that no consumer has come for: what they have given so far."""
+        self._trouble: JournalError | None = None
+        """Why the journal cannot be written, while it cannot."""
+        for request in resumed:
+            engine.add_request(request, journaled=True)
+            self._resumed[request.request_id] = request, None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()  # whose `put` a finalizer may call
         self._consumers: dict[str, _Consumer] = {}
         """Of the requests whose end the engine has not reported."""
@@ -68,9 +87,11 @@ class EngineThread:
         return self._ended is None and not self._stopping
 
     def check(self) -> None:
-        """Raise EngineDeadError unless requests are taken."""
+        """Raise EngineDeadError unless requests are taken, JournalError while none can be written down."""
         if not self.running:
             raise self._dead()
+        if self._trouble is not None:
+            raise JournalError(str(self._trouble)) from self._trouble
 
     def stats(self) -> EngineStats:
         """The counters after the last step or command. Waits for nothing."""
@@ -80,6 +101,21 @@ class EngineThread:
         """Queue a request; what becomes of it, an error included, comes to ``collector``."""
         consumer = _Consumer(request, weakref.ref(collector))
         self._submit(_Command(partial(self._add, consumer), partial(_fail, consumer)))
+
+    def attach(self, request_id: str, collector: OutputCollector) -> Request | None:
+        """Let a consumer have what a resumed request gives, from its first token on; None if there is no such request.
+
+        To be called between two steps, by :meth:`ask`.
+        """
+        found = self._resumed.pop(request_id, None)
+        if found is None:
+            return None
+        request, output = found
+        if not request.finished:
+            self._consumers[request_id] = _Consumer(request, weakref.ref(collector))
+        if output is not None and collector.put(output):
+            _wake([collector])
+        return request
 
     def drop(self, request: Request) -> None:
         """End a request whose outputs nobody will take any more, unless it has ended."""
@@ -124,7 +160,15 @@ class EngineThread:
         self._stats = self._engine.stats()
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        try:
+            outputs = self._engine.step()
+        except JournalError as error:
+            if self._trouble is None:
+                log.logger.warning("requests wait until the journal can be written: %s", error)
+            self._trouble = error
+            time.sleep(RETRY)
+            return
+        self._trouble = None
         self._stats = self._engine.stats()
         self._deliver(outputs)
 
@@ -132,7 +176,10 @@ class EngineThread:
         # To wake a loop is a system call: once for all its consumers.
         woken: dict[AbstractEventLoop, list[OutputCollector]] = {}
         for output in outputs:
-            consumer = self._consumers[output.request_id]
+            consumer = self._consumers.get(output.request_id)
+            if consumer is None:
+                self._keep(output)
+                continue
             collector = consumer.collector()
             if output.finished:
                 del self._consumers[output.request_id]
@@ -143,6 +190,10 @@ class EngineThread:
                 woken.setdefault(collector.loop, []).append(collector)
         for collectors in woken.values():
             _wake(collectors)  # in vain where the loop is closed by now: the next output finds that
+
+    def _keep(self, output: RequestOutput) -> None:
+        request, kept = self._resumed[output.request_id]
+        self._resumed[output.request_id] = request, output if kept is None else merge(kept, output, delta=True)
 
     def _add(self, consumer: _Consumer) -> None:
         request_id = consumer.request.request_id
@@ -184,6 +235,10 @@ class EngineThread:
             _fail(consumer, self._dead())
         self._consumers.clear()
         self._refuse_commands()
+        try:
+            self._engine.close()
+        except JournalError as error:
+            log.logger.warning("not all could be written at the end: %s", error)
         atexit.unregister(self.shutdown)
 
     def _refuse_commands(self) -> None:

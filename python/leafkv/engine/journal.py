@@ -137,6 +137,7 @@ class Journal:
         self._state = rows.State()
         self._writes_since_fold = self._bytes_since_fold = 0
         self._file = _own(self.path, create)
+        self._let_go: weakref.finalize[..., Journal] | None = None
         try:
             with _sqlite_errors(self.path):
                 self._connection = _connect(self.path, synchronous)
@@ -146,6 +147,8 @@ class Journal:
         except BaseException:
             self.close()
             raise
+        # Who forgets to close it has it closed all the same.
+        self._let_go = weakref.finalize(self, _close, self._connection, self._file)
         _OPEN.add(self)
 
     def write(
@@ -221,9 +224,9 @@ class Journal:
         """Give the file up; twice is fine."""
         with self._lock:
             connection, self._connection = self._connection, None
-            if connection is not None:
-                connection.close()
-            self._file.close()  # after sqlite: who gets the lock finds all of it written
+            if self._let_go is not None:
+                self._let_go.detach()
+            _close(connection, self._file)
 
     def __enter__(self) -> Journal:
         return self
@@ -421,7 +424,6 @@ class Journal:
         state.requests += len(staged.admissions)
         state.ends += len(staged.end_rows)
         if folding:
-            gone = set(pruned)
             pieces = [
                 rows.to_row(
                     "pieces",
@@ -431,7 +433,6 @@ class Journal:
                     sample.length - len(sample.tail),
                 )
                 for request in self._requests.values()
-                if request not in gone
                 for index, sample in enumerate(request.samples)
                 if sample.tail
             ]
@@ -485,7 +486,17 @@ def _own(path: str, create: bool) -> BinaryIO:
         if not isinstance(error, BlockingIOError):
             raise JournalError(f"journal {path}: cannot be locked: {error}") from error
         raise JournalError(f"journal {path}: an engine, of this process or another one, has it open") from None
+    log = path + "-wal"
+    if not os.path.getsize(path) and os.path.exists(log) and os.path.getsize(log):  # sqlite would delete the log
+        file.close()
+        raise JournalError(f"journal {path}: damaged: it is empty, but there is a log beside it")
     return file
+
+
+def _close(connection: sqlite3.Connection | None, file: BinaryIO) -> None:
+    if connection is not None:
+        connection.close()
+    file.close()  # after sqlite: who gets the lock finds all of it written
 
 
 def _connect(path: str, synchronous: str) -> sqlite3.Connection:
@@ -505,8 +516,6 @@ def _connect(path: str, synchronous: str) -> sqlite3.Connection:
 
 def _create(path: str, connection: sqlite3.Connection, identity: dict[str, str | int], create: bool) -> None:
     """Make the tables, if it is a new file; refuse what is no journal."""
-    if os.path.getsize(path) == 0 and os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
-        raise JournalError(f"journal {path}: damaged: it is empty, but there is a log beside it")
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -576,6 +585,8 @@ def _disown() -> None:
         connection, journal._connection = journal._connection, None
         journal._lock = threading.RLock()  # a thread that is not here may hold it
         journal._file.close()  # or the lock outlives the parent
+        if journal._let_go is not None:
+            journal._let_go.detach()
         if connection is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 

@@ -333,7 +333,9 @@ class Reader:
             found = dict(self._connection.execute("SELECT name, sql FROM sqlite_master").fetchall())
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             if found != SCHEMA or version != VERSION:
-                self._damaged(f"the tables are {sorted(found)} of version {version}, not those of version {VERSION}")
+                self._damaged(
+                    f"the tables are {sorted(map(str, found))} of version {version}, not those of version {VERSION}"
+                )
                 return False
             (verdict,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
         except READ_ERRORS as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,19 @@ from leafkv.engine.beam_search import BeamSearchOutput, at_temperature, num_cand
 from leafkv.engine.build import EngineArgs, build
 from leafkv.engine.engine import EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
+from leafkv.engine.journal import Journal
+from leafkv.engine.output_collector import merge
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
+from leafkv.engine.recorder import restore
+from leafkv.engine.resumed import Rest, existing, recorded_output
 from leafkv.engine.router import Message, Prompt, as_prompts, is_chat
 from leafkv.engine.sampling_params import BeamSearchParams, SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from leafkv.engine.request import Request
     from leafkv.engine.waiting import Policy
     from leafkv.models import LoadedModel
@@ -110,6 +117,74 @@ class LLM:
         self._lock = threading.Lock()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._dropped: deque[str] = deque()
+        self._identity = built.identity
+        self._journal = built.journal
+        self._resumed: dict[str, Request] = {}
+        """Requests that have come back from the journal, and that nobody has asked for yet."""
+
+    @classmethod
+    def resume(cls, path: str | Path, model: str | Path | LoadedModel | None = None, **options: Any) -> Self:
+        """An `LLM` with the journal at ``path``, which goes on with the requests that had not ended there.
+
+        They give the tokens that they would have given. Ask for them with :meth:`stream` or :meth:`collect`: as
+        everything here, they make progress when somebody waits for an answer.
+
+        Args:
+            path: the journal of an `LLM` or `AsyncEngine` that is gone, or that a checkpoint has written.
+            model: that of the journal.
+            options: those of `LLM`.
+
+        Raises:
+            JournalError: the journal is damaged, in use, or of another model.
+            InvalidInputError: an option is malformed, or a request does not fit.
+        """
+        llm = cls(model, **options, journal=existing(path))
+        assert llm._journal is not None
+        for record in llm._journal.unfinished():
+            request = restore(llm._router, record)
+            llm._resumed[request.request_id] = request
+            llm._inboxes[request.request_id] = deque()
+            llm.engine.add_request(request, journaled=True)
+        return llm
+
+    @property
+    def resumed(self) -> list[str]:
+        """Ids of the requests that have come back from the journal, and that nobody has asked for yet."""
+        return [*self._resumed]
+
+    def collect(self) -> list[RequestOutput]:
+        """The whole answers of all :attr:`resumed` requests, in the order in which they came once.
+
+        Raises:
+            Exception: what ended one of them.
+        """
+        outputs = []
+        for request_id in self.resumed:
+            answer, *more = self.stream(request_id=request_id)
+            outputs.append(reduce(partial(merge, delta=True), more, answer))
+        return outputs
+
+    def checkpoint(self, path: str | Path | None = None) -> int:
+        """Hand all unfinished requests over to whoever resumes from the journal; return how many those are.
+
+        Who waits for one of them here gets a `HandedOverError`.
+
+        Args:
+            path: a journal to be written; None for the one that this `LLM` has, which is closed then.
+
+        Raises:
+            InvalidInputError: there is no journal, or a request cannot be written down.
+            JournalError: the journal cannot be written; nothing has changed.
+        """
+        with self._lock, interrupts_deferred():
+            count = self.engine.checkpoint(None if path is None else Journal(path, self._identity))
+        self._abort_dropped()
+        return count
+
+    def close(self) -> None:
+        """Write what is left to the journal, and let go of it. Requests that have not ended stay in it."""
+        with self._lock:
+            self.engine.close()
 
     def generate(
         self,
@@ -117,13 +192,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; the results are in their order.
 
         Args:
-            prompts: one or a list of: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``.
+            prompts: one or a list of: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``; a dict may
+                have a ``"cache_salt"``: only prompts of the same salt share their prefixes.
             sampling_params: for all prompts, or one per prompt.
             use_tqdm: show progress on a terminal, where `tqdm` is installed.
+            priority: one per prompt; lower ones go first, with ``scheduling_policy="priority"``.
 
         Raises:
             InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
@@ -131,7 +209,11 @@ class LLM:
         """
         each_prompt = as_prompts(prompts)
         each_params = _each(sampling_params, len(each_prompt))
-        requests = list(map(self._router.prepare, each_prompt, each_params))
+        priorities = _priorities(priority, len(each_prompt))
+        requests = [
+            self._router.prepare(prompt, params, priority=urgency)
+            for prompt, params, urgency in zip(each_prompt, each_params, priorities, strict=True)
+        ]
         inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
         try:
@@ -162,15 +244,46 @@ class LLM:
                 raise InvalidInputError(f"messages: expected dicts with 'role' and 'content', got {conversation!r}")
         return self.generate(conversations, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer one prompt token by token: each result holds all of the answer so far.
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        after: int | Sequence[int] = 0,
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt token by token: each result holds all of the answer so far (see ``output_kind``).
 
         The request starts with the first result asked for. Closing or dropping the iterator ends it.
 
+        Without a prompt: the rest of the answer of a request of the journal, which has ended or come back by
+        :meth:`resume`, in deltas.
+
+        Args:
+            prompt: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}`` or chat messages.
+            sampling_params: None for the defaults.
+            priority: lower ones go first, with ``scheduling_policy="priority"``.
+            request_id: the request of the journal.
+            after: how many tokens of it the caller has had, of every sample or of each.
+
         Raises:
-            InvalidInputError: the prompt is malformed or can never fit.
+            InvalidInputError: the prompt is malformed or can never fit; there is no such request.
         """
-        return self._follow(self._router.prepare(prompt, sampling_params, stream=True))
+        if prompt is not None:
+            if request_id is not None or after != 0:
+                raise InvalidInputError("request_id and after: they go without a prompt")
+            return self._follow(self._router.prepare(prompt, sampling_params, priority=priority, stream=True))
+        if request_id is None:
+            raise InvalidInputError("prompt: expected one, or a request_id")
+        request = self._resumed.get(request_id)
+        if request is not None:
+            return self._go_on(request, Rest(self._router, request, after))
+        record = None if self._journal is None else self._journal.request(request_id)
+        if record is None or not record.finished:
+            raise InvalidInputError(f"request_id: the journal has no request {request_id!r} to be told")
+        request, output = recorded_output(self._router, record)
+        return _told(Rest(self._router, request, after).of(output))
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers to prompts, ``params.beam_width`` to each; the results are in the prompts' order.
@@ -241,6 +354,20 @@ class LLM:
         finally:
             self._drop([request])
 
+    def _go_on(self, request: Request, rest: Rest) -> Iterator[RequestOutput]:
+        if self._resumed.pop(request.request_id, None) is None:
+            raise InvalidInputError(f"request_id: somebody else has asked for {request.request_id!r}")
+        inbox = self._inboxes[request.request_id]
+        try:
+            while True:
+                output = self._next(inbox)
+                if (news := rest.of(output)) is not None:
+                    yield news
+                if output.finished:
+                    return
+        finally:
+            self._drop([request])
+
     def _add(self, request: Request, inbox: deque[RequestOutput]) -> None:
         with self._lock, interrupts_deferred():
             self.engine.add_request(request)
@@ -287,6 +414,22 @@ class LLM:
                         self.engine.abort_request(self._dropped.popleft())
                 finally:
                     self._lock.release()
+
+
+def _told(output: RequestOutput | None) -> Iterator[RequestOutput]:
+    if output is not None:
+        if output.error is not None:
+            raise output.error
+        yield output
+
+
+def _priorities(priority: Any, count: int) -> list[Any]:
+    """One for every prompt."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence) or len(priority) != count:
+        raise InvalidInputError(f"priority: expected a list of {count}, one for each prompt, got {priority!r}")
+    return list(priority)
 
 
 def _each(params: Any, count: int) -> list[Any]:

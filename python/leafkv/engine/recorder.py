@@ -93,7 +93,8 @@ def restore(router: Router, record: JournaledRequest) -> Request:
         max_tokens=admission.max_tokens,
         output_kind=RequestOutputKind.DELTA,
     )
-    request = router.prepare(prompt, params, request_id=admission.request_id, priority=admission.priority, stream=True)
+    priority = admission.priority if router.has_priorities else 0
+    request = router.prepare(prompt, params, request_id=admission.request_id, priority=priority, stream=True)
     for sample, tokens, logprobs in zip(request.samples, record.tokens, record.logprobs, strict=True):
         for token, packed in zip(tokens, logprobs, strict=True):
             sample.take(token, None if packed is None else _unpack(packed))

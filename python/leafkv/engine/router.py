@@ -22,7 +22,7 @@ from leafkv.engine.detokenizer import Detokenizer
 from leafkv.engine.guided import GuideCompiler
 from leafkv.engine.logits import bad_word_token_ids
 from leafkv.engine.request import Request
-from leafkv.engine.sampling_params import SamplingParams
+from leafkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from leafkv.errors import InvalidInputError
 from leafkv.kv import namespace
 
@@ -57,6 +57,7 @@ class Router:
         max_num_seqs: samples that may run at the same time.
         eos_token_ids: tokens that end a sample, unless its parameters ignore them.
         has_priorities: whether requests may have any.
+        unique_ids: whether the ids that it gives are nobody's in other processes, too.
         model_name: what tells KV of this model from that of others, for prompts with a salt.
     """
 
@@ -71,6 +72,7 @@ class Router:
         max_num_seqs: int,
         eos_token_ids: frozenset[int] = frozenset(),
         has_priorities: bool = False,
+        unique_ids: bool = False,
         model_name: str = "model",
     ) -> None:
         self.tokenizer = tokenizer
@@ -80,7 +82,8 @@ class Router:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._eos_token_ids = eos_token_ids
-        self._has_priorities = has_priorities
+        self.has_priorities = has_priorities
+        self._unique_ids = unique_ids
         self._model_name = model_name
         self._ids = itertools.count()
         self._guides = None if tokenizer is None else GuideCompiler(tokenizer, vocab_size, eos_token_ids)
@@ -105,7 +108,7 @@ class Router:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidInputError(f"request_id: expected a string that is not empty, got {request_id!r}")
         priority = check_integer("priority", priority, -(2**31), 2**31 - 1)
-        if priority != 0 and not self._has_priorities:
+        if priority != 0 and not self.has_priorities:
             raise InvalidInputError(f"priority: {priority} needs scheduling_policy='priority'")
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
@@ -116,7 +119,7 @@ class Router:
         stop_ids = frozenset(params.stop_token_ids or ())
         params.check_vocabulary(self.vocab_size)
         request = Request(
-            request_id=f"{next(self._ids)}" if request_id is None else request_id,
+            request_id=self._new_id() if request_id is None else request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
@@ -129,14 +132,29 @@ class Router:
             namespace=b"" if salt is None else namespace(self._model_name, salt=salt),
             cache_salt=salt,
             priority=priority,
-            stream=stream,
+            stream=stream and params.output_kind is not RequestOutputKind.FINAL_ONLY,
         )
         self._equip(request)
         return request
 
+    def _new_id(self) -> str:
+        return secrets.token_hex(8) if self._unique_ids else str(next(self._ids))
+
     def choose(self, replicas: Sequence[AnyReplica]) -> AnyReplica:
         """The engine that serves the next request: that with the fewest unfinished ones."""
         return min(replicas, key=lambda replica: replica.num_unfinished_requests)
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        """What makes text of a sample's tokens, if anything does."""
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=tuple(params.stop or ()),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def _equip(self, request: Request) -> None:
         """Give each sample what keeps its text and its form."""
@@ -150,14 +168,7 @@ class Router:
             self._require_tokenizer("stop")
         for sample in request.samples:
             sample.guide = guide if guide is None or sample.index == 0 else guide.fork()
-            if self.tokenizer is not None and params.detokenize:
-                sample.detokenizer = Detokenizer(
-                    self.tokenizer,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=tuple(params.stop or ()),
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                )
+            sample.detokenizer = self.detokenizer(params)
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""

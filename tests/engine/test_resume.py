@@ -1,0 +1,443 @@
+"""Requests that outlive their process: wherever it ends, they go on to the tokens that they would have given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leafkv import (
+    LLM,
+    AsyncEngine,
+    HandedOverError,
+    InvalidInputError,
+    JournalError,
+    RequestOutput,
+    SamplingParams,
+)
+from leafkv.engine.request import Request
+
+from .rig import greedy, make_llm
+from .toy import VOCAB, ToyLoaded, ToyModel, ToyTokenizer, fail, reference
+from .workload import Answer, Workload, answer_alone
+
+KILLS = int(os.environ.get("LEAFKV_SOAK_KILLS", "10"))
+OPTIONS: dict[str, Any] = {"num_blocks": 64, "block_size": 4}
+
+
+def resume(path: Path, **options: Any) -> LLM:
+    loaded: Any = ToyLoaded()
+    return LLM.resume(path, loaded, **{**OPTIONS, **options})
+
+
+def copy_journal(path: Path, to: Path) -> Path:
+    """What a process leaves behind that is killed right now."""
+    for suffix in ("", "-wal"):
+        with suppress(FileNotFoundError):
+            shutil.copy(f"{path}{suffix}", f"{to}{suffix}")
+    return to
+
+
+def alone(llm: LLM, request: Request) -> list[Answer]:
+    prompt, params = request.prompt_token_ids, request.params
+    return [answer_alone(llm._router, prompt, params, sample.seed) for sample in request.samples]
+
+
+def joined(outputs: Iterable[RequestOutput], n: int) -> list[tuple[list[int], str, str | None]]:
+    """Tokens, text and end of each sample, put together from deltas."""
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    texts = [""] * n
+    ends: list[str | None] = [None] * n
+    for output in outputs:
+        for answer in output.outputs:
+            tokens[answer.index] += answer.token_ids
+            texts[answer.index] += answer.text
+            ends[answer.index] = answer.finish_reason or ends[answer.index]
+    return list(zip(tokens, texts, ends, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_workload_goes_on_from_any_point(seed: int, tmp_path: Path) -> None:
+    """Also with other chunks, another pool and another policy, and twice."""
+    work = Workload(seed, faults=seed % 2 == 0, journal=tmp_path / "journal")
+    rng = random.Random(seed)
+    stop = rng.randrange(60)
+    arrivals, steps = rng.randrange(3, 20), 0
+    while (arrivals or work.rig.engine.has_unfinished_requests()) and steps < stop:
+        for _ in range(min(arrivals, rng.choice([0, 1, 3]))):
+            work.arrive()
+            arrivals -= 1
+        work.step()
+        steps += 1
+    for turn in range(2):
+        path = copy_journal(tmp_path / "journal", tmp_path / f"copy{turn}")
+        llm = resume(path, max_num_batched_tokens=rng.choice([3, 64]), max_num_seqs=rng.choice([4, 16]))
+        unfinished = {request.request_id for request in work.requests if not request.finished}
+        assert {*llm.resumed} == unfinished
+        for request in rng.sample(work.requests, len(work.requests)):
+            had = [rng.randint(0, sample.num_output_tokens) for sample in request.samples]
+            ended = {sample.finish_reason for sample in request.samples}
+            if "error" in ended:
+                with pytest.raises(Exception, match=r".*"):
+                    list(llm.stream(request_id=request.request_id, after=had))
+                continue
+            expected = alone(llm, request)
+            rest = joined(llm.stream(request_id=request.request_id, after=had), len(had))
+            for sample, answer, count, (tokens, text, end) in zip(request.samples, expected, had, rest, strict=True):
+                if sample.finish_reason == "abort":
+                    assert tokens == sample.output_token_ids[count:]
+                    continue
+                assert tokens == answer.tokens[count:]
+                assert answer.text.endswith(text)
+                assert end == answer.reason
+                if count == 0:
+                    assert text == answer.text
+        llm.manager.check_invariants()
+        assert llm.manager.stats().held_blocks == 0
+        assert llm.resumed == []
+        llm.close()
+    work.rig.llm.close()
+
+
+def test_text_logprobs_and_samples_come_back_whole(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    params = SamplingParams(n=3, temperature=1.0, logprobs=2, prompt_logprobs=1, max_tokens=20, ignore_eos=True)
+    stream = llm.stream("HELLO", params)
+    for _ in range(7):
+        seen = next(stream)
+    again = resume(copy_journal(tmp_path / "journal", tmp_path / "copy"))
+    (whole,) = again.collect()
+    *_, last = stream
+    assert whole.prompt == "HELLO"
+    assert whole.prompt_logprobs == last.prompt_logprobs
+    for mine, other, before in zip(whole.outputs, last.outputs, seen.outputs, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert mine.token_ids[:7] == before.token_ids
+        assert (mine.text, mine.logprobs, mine.finish_reason) == (other.text, other.logprobs, other.finish_reason)
+        assert mine.cumulative_logprob == pytest.approx(other.cumulative_logprob)
+    assert again.collect() == []
+    (told,) = again.stream(request_id=whole.request_id)
+    assert [answer.token_ids for answer in told.outputs] == [answer.token_ids for answer in whole.outputs]
+
+
+def test_a_seed_that_was_not_given_is_kept(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    stream = llm.stream([1, 2], SamplingParams(temperature=3.0, max_tokens=30, ignore_eos=True))
+    first = next(stream)
+    (again,) = resume(copy_journal(tmp_path / "journal", tmp_path / "copy")).collect()
+    *_, last = stream
+    assert again.outputs[0].token_ids == last.outputs[0].token_ids
+    assert again.request_id == first.request_id
+
+
+def test_who_asks_for_what_is_not_there_is_told(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    with pytest.raises(InvalidInputError, match="no request 'x'"):
+        llm.stream(request_id="x")
+    with pytest.raises(InvalidInputError, match="no request 'x'"):
+        make_llm().stream(request_id="x")
+    with pytest.raises(InvalidInputError, match=r"^prompt: "):
+        llm.stream()
+    with pytest.raises(InvalidInputError, match=r"^request_id and after: "):
+        llm.stream([1], request_id="x")
+    stream = llm.stream([1, 2], greedy(5, ignore_eos=True))
+    name = next(stream).request_id
+    again = resume(copy_journal(tmp_path / "journal", tmp_path / "copy"))
+    for after in (-1, 1.5, [1, 2], []):
+        with pytest.raises(InvalidInputError, match=r"^after: "):
+            again.stream(request_id=name, after=after)  # type: ignore[arg-type]
+    one, other = (again.stream(request_id=name) for _ in range(2))
+    next(one)
+    with pytest.raises(InvalidInputError, match="somebody else"):
+        next(other)
+
+
+def test_a_journal_of_another_model_or_in_use_is_refused(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    with pytest.raises(JournalError):
+        make_llm(journal=tmp_path / "journal")
+    llm.close()
+    with pytest.raises(JournalError, match="there is none"):
+        resume(tmp_path / "nothing")
+    other: Any = ToyLoaded(name="other")
+    with pytest.raises(JournalError, match="model"):
+        LLM.resume(tmp_path / "journal", other, **OPTIONS)
+    assert resume(tmp_path / "journal").resumed == []
+
+
+def test_own_functions_cannot_be_written_down(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    with pytest.raises(InvalidInputError, match="logits_processors"):
+        llm.generate([1], greedy(3, logits_processors=[lambda tokens, logits: logits]))
+    assert llm.generate([1], greedy(3))[0].outputs[0].token_ids == reference([1], 3)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_hands_requests_over(own: bool, tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal" if own else None)
+    llm.generate([9, 9], greedy(2))
+    streams = [llm.stream([i, 2, 3], greedy(20, ignore_eos=True)) for i in range(3)]
+    names = [next(stream).request_id for stream in streams]
+    had = [len(next(stream).outputs[0].token_ids) for stream in streams]
+    path = tmp_path / ("journal" if own else "other")
+    assert llm.checkpoint(None if own else path) == 3
+    assert llm.manager.stats().held_blocks == 0
+    for stream in streams:
+        with pytest.raises(HandedOverError):
+            list(stream)
+    if own:
+        with pytest.raises(JournalError):
+            llm.generate([1], greedy(1))
+    else:
+        assert llm.generate([1], greedy(3))[0].outputs[0].token_ids == reference([1], 3)
+        with pytest.raises(InvalidInputError, match="path"):
+            llm.checkpoint()
+    again = resume(path)
+    assert again.resumed == names
+    for i, (name, count) in enumerate(zip(names, had, strict=True)):
+        ((tokens, *_),) = joined(again.stream(request_id=name, after=count), 1)
+        assert tokens == reference([i, 2, 3], 20, ignore_eos=True)[count:]
+
+
+def test_a_write_that_fails_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: what is not written is not told, a request that is not written is not taken."""
+    llm = make_llm(journal=tmp_path / "journal")
+    journal: Any = llm._journal
+    write, full = journal.write, [False]
+
+    def perhaps(**rows: Any) -> None:
+        if full[0]:
+            raise JournalError("the disk is full")
+        write(**rows)
+
+    monkeypatch.setattr(journal, "write", perhaps)
+    engine = llm.engine
+    request = llm._router.prepare([1, 2, 3], greedy(12, ignore_eos=True), stream=True)
+    engine.add_request(request)
+    told: list[int] = []
+    rng = random.Random(1)
+    while engine.has_unfinished_requests():
+        full[0] = rng.random() < 0.5
+        if full[0]:
+            with pytest.raises(JournalError):
+                engine.add_request(llm._router.prepare([5], greedy(1)))
+        try:
+            outputs = engine.step()
+        except JournalError:
+            continue
+        assert not full[0]
+        for output in outputs:
+            assert len(output.outputs[0].token_ids) > len(told)
+            told = output.outputs[0].token_ids
+            record = journal.request(request.request_id)
+            assert record.tokens == [told], "told before it was written"
+    assert told == reference([1, 2, 3], 12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cut_journal_gives_each_token_once_all_the_same(seed: int, tmp_path: Path) -> None:
+    """The log is cut anywhere: what it has lost is drawn again, to the same tokens."""
+    rng = random.Random(seed)
+    llm = make_llm(journal=tmp_path / "journal")
+    requests, had = [], {}
+    for _ in range(6):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+        params = SamplingParams(temperature=1.0, max_tokens=rng.randint(1, 20), ignore_eos=True)
+        requests.append(llm._router.prepare(prompt, params, stream=True))
+        llm.engine.add_request(requests[-1])
+        for _ in range(rng.randint(0, 5)):
+            for output in llm.engine.step():
+                had[output.request_id] = len(output.outputs[0].token_ids)
+    path = copy_journal(tmp_path / "journal", tmp_path / "copy")
+    log = Path(f"{path}-wal")
+    os.truncate(log, rng.randrange(log.stat().st_size + 1))
+    try:
+        again = resume(path)
+    except JournalError:  # so early that there is no journal yet
+        return
+    lost = 0
+    for request in requests:
+        name, count = request.request_id, had.get(request.request_id, 0)
+        try:
+            outputs = list(again.stream(request_id=name, after=count))
+        except InvalidInputError:  # its admission was cut off: who asked for it knows, and asks again
+            lost += 1
+            continue
+        assert not lost, "one that came later is there"
+        ((tokens, *_),) = joined(outputs, 1)
+        assert tokens == alone(llm, request)[0].tokens[count:]
+
+
+CHILD = """
+import json, sys
+from leafkv import RequestOutputKind
+from tests.engine.test_resume import *
+
+loaded = ToyLoaded(ToyModel(before_forward=lambda batch: time.sleep(0.002)))
+path, seed = sys.argv[1:]
+options = {**OPTIONS, "max_num_batched_tokens": 16}
+llm = LLM.resume(path, loaded, **options) if seed != "0" else LLM(loaded, **options, journal=path)
+rng = random.Random(int(seed))
+
+def tell(output):
+    print(json.dumps([output.request_id, [answer.token_ids for answer in output.outputs]]), flush=True)
+
+streams = [llm.stream(request_id=name) for name in llm.resumed]
+for i in range(12):
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+    params = SamplingParams(
+        n=rng.randint(1, 3), temperature=1.0, max_tokens=rng.randint(1, 30), ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    streams.append(llm.stream(prompt, params))
+print("ready", flush=True)
+while streams:
+    stream = rng.choice(streams)
+    output = next(stream, None)
+    if output is None:
+        streams.remove(stream)
+    else:
+        tell(output)
+print("done", flush=True)
+"""
+
+
+def test_kill_9_at_any_moment(tmp_path: Path) -> None:
+    """Again and again over one journal: no request is lost, and no token is told twice to who says what he has had."""
+    path = tmp_path / "journal"
+    rng = random.Random(7)
+    root = Path(__file__).parents[2]
+    for turn in range(KILLS):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(path), str(turn)], cwd=root, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(rng.random() * 0.8)
+        child.send_signal(signal.SIGKILL)
+        lines = child.stdout.read().splitlines(keepends=True)
+        child.stdout.close()
+        assert child.wait() == -signal.SIGKILL or lines[-1] == "done\n"
+        told: dict[str, list[list[int]]] = {}
+        for line in lines:
+            if line.endswith("\n") and line != "done\n":  # the last one may be cut
+                name, deltas = json.loads(line)
+                told.setdefault(name, []).append(deltas)
+        llm = resume(copy_journal(path, tmp_path / f"copy{turn}"))
+        assert llm._journal is not None
+        records = {record.admission.request_id: record for record in llm._journal.requests()}
+        assert told.keys() <= records.keys(), "an answer to a request that nobody knows"
+        for name, record in records.items():
+            if turn and name not in told:
+                continue
+            n = record.admission.num_samples
+            params = SamplingParams.from_dict(record.admission.params)
+            expected = [
+                answer_alone(llm._router, record.admission.prompt_token_ids, params, record.admission.seed + i).tokens
+                for i in range(n)
+            ]
+            had = [len(tokens) for tokens in record.tokens]
+            rest = joined(llm.stream(request_id=name, after=had), n)
+            for i in range(n):
+                assert record.tokens[i] + rest[i][0] == expected[i]
+        llm.close()
+
+
+def test_async_consumers_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        loaded: Any = ToyLoaded()
+        had: dict[str, list[int]] = {}
+        async with AsyncEngine(loaded, **OPTIONS, journal=tmp_path / "journal") as engine:
+
+            async def some(i: int) -> None:
+                async for output in engine.generate([i, 1, 2], greedy(25, ignore_eos=True), request_id=f"r{i}"):
+                    had[output.request_id] = output.outputs[0].token_ids
+                    if len(output.outputs[0].token_ids) > i * 5:
+                        await asyncio.Event().wait()
+
+            tasks = [asyncio.create_task(some(i)) for i in range(4)]
+            while len(had) < 4 or any(len(had[f"r{i}"]) <= i * 5 for i in range(4)):
+                await asyncio.sleep(0.001)
+            assert await engine.checkpoint() <= 4
+            with pytest.raises(JournalError):
+                async for _ in engine.generate([1], greedy(1)):
+                    pass
+            for task in tasks:
+                task.cancel()
+        async with AsyncEngine.resume(tmp_path / "journal", loaded, **OPTIONS) as engine:
+            for i in range(4):
+                name = f"r{i}"
+                expected = reference([i, 1, 2], 25, ignore_eos=True)
+                assert had[name] == expected[: len(had[name])]
+                outputs = [output async for output in engine.stream(name, after=len(had[name]))]
+                ((tokens, text, end),) = joined(outputs, 1)
+                assert had[name] + tokens == expected
+                assert text == ToyTokenizer().decode(tokens)
+                assert end == "length"
+                (told,) = [output async for output in engine.stream(name)]
+                assert told.outputs[0].token_ids == expected
+            with pytest.raises(InvalidInputError, match="no request 'x'"):
+                async for _ in engine.stream("x"):
+                    pass
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_async_engine_waits_for_its_journal(tmp_path: Path) -> None:
+    """A disk that is full for a while stops everybody, loses nobody, and says so to who asks."""
+
+    async def main() -> None:
+        loaded: Any = ToyLoaded()
+        async with AsyncEngine(loaded, **OPTIONS, journal=tmp_path / "journal") as engine:
+            journal: Any = engine._journal
+            write, full = journal.write, [False]
+
+            def perhaps(**rows: Any) -> None:
+                if full[0]:
+                    raise JournalError("the disk is full")
+                write(**rows)
+
+            journal.write = perhaps
+            outputs = engine.generate([1, 2], greedy(20, ignore_eos=True))
+            first = await outputs.__anext__()
+            full[0] = True
+            while engine._thread._trouble is None:
+                await asyncio.sleep(0.001)
+            with pytest.raises(JournalError, match="full"):
+                await engine.check_health()
+            with pytest.raises(JournalError, match="full"):
+                await engine.generate([5], greedy(1)).__anext__()
+            full[0] = False
+            *_, last = [output async for output in outputs]
+            assert first.outputs[0].token_ids == last.outputs[0].token_ids[: len(first.outputs[0].token_ids)]
+            assert last.outputs[0].token_ids == reference([1, 2], 20, ignore_eos=True)
+            await engine.check_health()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_request_that_fails_is_not_tried_again(tmp_path: Path) -> None:
+    model = ToyModel()
+    llm = make_llm(model, journal=tmp_path / "journal")
+    stream = llm.stream([1, 2], greedy(9, ignore_eos=True))
+    name = next(stream).request_id
+    model.before_forward = fail(RuntimeError("the model broke"))
+    with pytest.raises(RuntimeError, match="the model broke"):
+        next(stream)
+    llm.close()
+    again = resume(tmp_path / "journal")
+    assert again.resumed == []
+    with pytest.raises(Exception, match="the model broke"):
+        list(again.stream(request_id=name))
