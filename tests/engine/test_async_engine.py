@@ -9,12 +9,13 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import pytest
 
-from leafkv import AsyncEngine, EngineDeadError, InvalidInputError, InvariantError, RequestOutput
+from leafkv import AsyncEngine, EngineDeadError, InvalidInputError, InvariantError, LeafKVError, RequestOutput
 from leafkv.engine.engine import Engine
 from leafkv.models.batch import Batch
 
@@ -107,8 +108,8 @@ class Gate:
     async def reached(self) -> None:
         assert await asyncio.to_thread(self.entered.wait, WAIT)
 
-    def open(self) -> None:
-        self._model.before_forward = lambda batch: None
+    def open(self, then: Callable[[Batch], None] = lambda batch: None) -> None:
+        self._model.before_forward = then
         self._open.set()
 
 
@@ -155,16 +156,17 @@ def test_text_and_chats() -> None:
 
 
 def test_a_slow_consumer_stops_nobody_and_misses_nothing() -> None:
+    model = ToyModel()
+
     async def main() -> None:
-        async with make() as engine:
+        async with make(model) as engine:
             slow = engine.generate([1, 2, 3], greedy(40, ignore_eos=True))
-            first = await anext(slow)
+            (await started(model, slow)).open()
             for i in range(5):
                 assert await tokens(engine, [i] * 4, 40) == right([i] * 4, 40)
             while engine.stats().running:
                 await asyncio.sleep(0)
             (last,) = [output async for output in slow]
-            assert not first.finished
             assert last.outputs[0].token_ids == right([1, 2, 3], 40)
             await check_drained(engine)
 
@@ -259,6 +261,74 @@ def test_an_id_that_is_taken_is_refused_and_its_owner_undisturbed() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_an_id_may_be_used_again_at_once(aborted: bool) -> None:
+    """The report of the first request's end, which the engine has yet to make, is not the second one's answer."""
+    model = ToyModel()
+
+    async def main() -> None:
+        async with make(model) as engine:
+            first = engine.generate([1, 2], greedy(200, ignore_eos=True), "mine")
+            gate = await started(model, first)
+            ending = asyncio.ensure_future(engine.abort("mine") if aborted else first.aclose())
+            await asyncio.sleep(0)
+            second = asyncio.create_task(tokens_of("mine", engine, [3, 4], 9))
+            while engine._thread._commands.qsize() < 2:
+                await asyncio.sleep(0)
+            gate.open()
+            await ending
+            assert await second == right([3, 4], 9)
+            if aborted:
+                *_, last = [output async for output in first]
+                assert last.outputs[0].finish_reason == "abort"
+                assert last.outputs[0].token_ids[:2] == right([1, 2], 2)
+            await check_drained(engine)
+
+    run(main)
+
+
+async def tokens_of(request_id: str, engine: AsyncEngine, prompt: list[int], n: int) -> list[int]:
+    return (await answer(engine, prompt, n, request_id=request_id)).outputs[0].token_ids
+
+
+def test_who_goes_late_ends_nothing_of_another_with_its_id() -> None:
+    model = ToyModel()
+
+    async def main() -> None:
+        async with make(model) as engine:
+            first = engine.generate([1, 2], greedy(3, ignore_eos=True), "mine")
+            await anext(first)
+            while engine.stats().running:
+                await asyncio.sleep(0)
+            gate = Gate(model, 2)
+            second = asyncio.create_task(tokens_of("mine", engine, [3, 4], 9))
+            await gate.reached()
+            await first.aclose()
+            gate.open()
+            assert await second == right([3, 4], 9)
+            await check_drained(engine)
+
+    run(main)
+
+
+def test_counters_are_as_of_the_last_command() -> None:
+    model = ToyModel()
+
+    async def main() -> None:
+        async with make(model) as engine:
+            stream = engine.generate([1, 2], greedy(200, ignore_eos=True), "mine")
+            gate = await started(model, stream)
+            assert engine.stats().running == 1
+            seen: list[int] = []
+            aborting = engine._thread.ask(lambda inner: inner.abort_request("mine"))
+            aborting.add_done_callback(lambda _: seen.append(engine.stats().running))
+            gate.open()
+            await asyncio.wrap_future(aborting)
+            assert seen == [0]
+
+    run(main)
+
+
 def test_prompts_are_tokenized_by_neither_loop_nor_engine() -> None:
     idents: set[int | None] = set()
 
@@ -298,6 +368,14 @@ def test_a_loop_does_not_wait_for_a_step() -> None:
     run(main)
 
 
+async def started(model: ToyModel, stream: AsyncGenerator[RequestOutput, None]) -> Gate:
+    """Take the first token of the engine's only request, and hold the step that computes the second."""
+    gate = Gate(model, 2)
+    assert len((await anext(stream)).outputs[0].token_ids) == 1
+    await gate.reached()
+    return gate
+
+
 async def closed(stream: AsyncGenerator[RequestOutput, None]) -> None:
     await stream.aclose()
 
@@ -306,7 +384,7 @@ async def cancelled(stream: AsyncGenerator[RequestOutput, None]) -> None:
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
-    await asyncio.wait([task])
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def collected(stream: AsyncGenerator[RequestOutput, None]) -> None:
@@ -403,9 +481,13 @@ def test_a_closed_loop_ends_its_requests(kept: bool) -> None:
         gate = Gate(model)
         loop = asyncio.new_event_loop()
         streams = [engine.generate([i] * 5, greedy(200, ignore_eos=True)) for i in (1, 2)]
-        waiting = [loop.create_task(anext(streams[0]))]
+
+        async def first(stream: AsyncGenerator[RequestOutput, None]) -> None:
+            await anext(stream)  # here, as a generator takes note of the loop that first asks it
+
+        waiting = [loop.create_task(first(streams[0]))]
         loop.run_until_complete(asyncio.wait_for(gate.reached(), WAIT))
-        waiting.append(loop.create_task(anext(streams[1])))
+        waiting.append(loop.create_task(first(streams[1])))
         while engine._thread._commands.empty():
             loop.run_until_complete(asyncio.sleep(0))
         loop.run_until_complete(loop.shutdown_default_executor())
@@ -429,18 +511,22 @@ def test_a_closed_loop_ends_its_requests(kept: bool) -> None:
 
 
 def test_an_abort_reaches_the_consumer() -> None:
+    model = ToyModel()
+
     async def main() -> None:
-        async with make(max_num_seqs=1) as engine:
+        async with make(model, max_num_seqs=1) as engine:
             running = engine.generate([1, 2], greedy(200, ignore_eos=True), "running")
-            await anext(running)
+            gate = await started(model, running)
             queued = asyncio.create_task(answer(engine, [1, 2], 50, request_id="queued"))
             other = asyncio.create_task(tokens(engine, [3, 2], 50))
-            while engine.stats().waiting < 2:
+            while engine._thread._commands.qsize() < 2:
                 await asyncio.sleep(0)
-            for _ in range(2):
-                await engine.abort("queued")
-                await engine.abort("running")
-                await engine.abort("no such request")
+            ids = ["queued", "running", "no such request"] * 2
+            aborts = asyncio.gather(*map(engine.abort, ids))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            gate.open()
+            await aborts
             assert (await queued).outputs[0].finish_reason == "abort"
             *_, last = [output async for output in running]
             assert last.outputs[0].finish_reason == "abort"
@@ -458,26 +544,38 @@ def test_an_error_is_raised_in_the_consumers_concerned() -> None:
     async def main() -> None:
         async with make(model) as engine:
             good = engine.generate([1, 2], greedy(200, ignore_eos=True))
-            await anext(good)
+            gate, gates = await started(model, good), list[Gate]()
+            bad = asyncio.create_task(answer(engine, [3, 4], 5))
+            while engine._thread._commands.empty():
+                await asyncio.sleep(0)
 
             def spoil(logits: Any) -> None:
                 if len(logits) == 2:
                     logits[1] = float("nan")
+                    gates.append(Gate(model))
 
             model.after_forward = spoil
-            with pytest.raises(Exception, match="not a distribution"):
-                await answer(engine, [3, 4], 5)
-            assert len((await anext(good)).outputs[0].token_ids) > 1
+            gate.open()
+            with pytest.raises(LeafKVError, match="not a distribution"):
+                await bad
+            (gate,) = gates
+            await gate.reached()
+            while len(seen := (await anext(good)).outputs[0].token_ids) < 3:
+                pass
+            assert seen == right([1, 2], 3)
 
             def broken(batch: Any) -> None:
                 raise RuntimeError("the model broke")
 
-            model.before_forward = broken
+            bad = asyncio.create_task(answer(engine, [3, 4], 5))
+            while engine._thread._commands.empty():
+                await asyncio.sleep(0)
+            gate.open(then=broken)
             with pytest.raises(RuntimeError, match="the model broke"):
                 async for _ in good:
                     pass
             with pytest.raises(RuntimeError, match="the model broke"):
-                await answer(engine, [3, 4], 5)
+                await bad
             model.before_forward, model.after_forward = lambda batch: None, lambda logits: None
             await engine.check_health()
             assert await tokens(engine, [5, 6], 7) == right([5, 6], 7)
@@ -497,7 +595,7 @@ def test_a_dead_engine_says_so_to_everybody(caplog: pytest.LogCaptureFixture) ->
             await gate.reached()
             late = asyncio.create_task(tokens(engine, [5], 9))
             reset = asyncio.create_task(engine.reset_prefix_cache())
-            while engine._thread._commands.qsize() < 2:
+            while len(engine._thread._consumers) + engine._thread._commands.qsize() < 5:
                 await asyncio.sleep(0)
 
             def contradict() -> Any:
@@ -518,6 +616,52 @@ def test_a_dead_engine_says_so_to_everybody(caplog: pytest.LogCaptureFixture) ->
 
     run(main)
     assert "the engine has died" in caplog.text
+
+
+def test_an_engine_that_dies_of_a_command_says_so_to_its_sender() -> None:
+    model = ToyModel()
+
+    async def main() -> None:
+        async with make(model) as engine:
+            first = engine.generate([1, 2], greedy(200, ignore_eos=True), "mine")
+            gate = await started(model, first)
+            aborting = asyncio.ensure_future(engine.abort("mine"))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(answer(engine, [3, 4], 9, request_id="mine"))
+            while engine._thread._commands.qsize() < 2:
+                await asyncio.sleep(0)
+
+            def die() -> Any:
+                raise SystemExit
+
+            inside(engine).scheduler.schedule = die  # type: ignore[method-assign]
+            gate.open()
+            await aborting
+            with pytest.raises(EngineDeadError, match="SystemExit"):
+                await second
+            failing = engine._thread.ask(lambda _: None)
+            with pytest.raises(EngineDeadError, match="SystemExit"):
+                await asyncio.wrap_future(failing)
+
+    run(main)
+
+
+def test_a_flood_of_commands_does_not_keep_the_engine_from_its_steps() -> None:
+    async def main() -> None:
+        async with make() as engine:
+            flooding = True
+
+            def again(_: object) -> None:
+                if flooding:
+                    engine._thread.ask(again)
+
+            try:
+                await asyncio.wrap_future(engine._thread.ask(again))
+                assert await tokens(engine, [1, 2], 9) == right([1, 2], 9)
+            finally:
+                flooding = False
+
+    run(main)
 
 
 def test_a_shutdown_ends_the_wait() -> None:
@@ -656,19 +800,22 @@ def test_a_reset_prefix_cache_finds_nothing_of_before() -> None:
 
 def test_an_engine_that_nobody_has_any_more_ends() -> None:
     engine = make()
-    thread = engine._thread._thread
+    thread, inner = engine._thread._thread, weakref.ref(inside(engine))
     del engine
     gc.collect()
     thread.join(WAIT)
     assert not thread.is_alive()
+    gc.collect()
+    assert inner() is None
 
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_process_ends_with_its_engine_running(asks: bool) -> None:
     code = f"""
-import asyncio
+import asyncio, atexit, threading
 from tests.engine.rig import greedy
 from tests.engine.test_async_engine import make
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # the last thing
 engine = make()
 async def main():
     stream = engine.generate([1, 2], greedy(200, ignore_eos=True))
@@ -680,4 +827,4 @@ keep = []
 asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")

@@ -143,6 +143,17 @@ def test_it_ends_when_nothing_better_can_come() -> None:
         assert len(asked) == (expected if length_penalty == 1.0 else steps)
 
 
+def test_a_shorter_answer_may_still_come_to_be_worth_more() -> None:
+    """With a negative penalty: the live beam is the better one if it ends at once, and only then."""
+
+    def next_logprobs(contexts: list[list[int]]) -> list[dict[int, float]]:
+        return [{0: 0.0} if 1 in context else {0: -1.0, 1: math.log(1 - math.exp(-1.0))} for context in contexts]
+
+    params = BeamSearchParams(beam_width=1, max_tokens=10, length_penalty=-1.0)
+    (output,) = search([[5]], params, {0}, next_logprobs)
+    assert output.sequences[0].tokens == [5, 1]
+
+
 @pytest.mark.parametrize("length_penalty", [1e308, -1e308, 400.0, -400.0])
 def test_extreme_penalties(length_penalty: float) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=3, length_penalty=length_penalty)

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -156,7 +156,12 @@ class EngineThread:
         idle = not self._engine.has_unfinished_requests()
         # Not those that come meanwhile: there is always a step between, however many are sent.
         for _ in range(max(idle, self._commands.qsize())):
-            self._commands.get().run()
+            command = self._commands.get()
+            try:
+                command.run()
+            except BaseException:
+                self._commands.put(command)  # to be refused: nobody else knows of it any more
+                raise
         self._stats = self._engine.stats()
 
     def _step(self) -> None:
@@ -259,7 +264,7 @@ def _nothing(*_: object) -> None:
 
 
 def _refuse(future: Future[T], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
+    with suppress(InvalidStateError):  # it may have been cancelled
         future.set_exception(error)
 
 
