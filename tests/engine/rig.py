@@ -7,7 +7,7 @@ from typing import Any
 from leafkv import LLM, RequestOutput, SamplingParams
 from leafkv.engine.request import Request, Sample, Status
 from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER
-from leafkv.engine.scheduler import Work
+from leafkv.engine.work import Work
 
 from .toy import ToyLoaded, ToyModel, ToyTokenizer
 
@@ -133,7 +133,7 @@ class Rig:
         assert stats.free_blocks + stats.cached_blocks == self.manager.num_blocks
         assert not len(self.scheduler.running)
         assert not self.scheduler.waiting
-        for name, left in vars(self.scheduler).items():
+        for name, left in (vars(self.scheduler) | vars(self.scheduler._parking)).items():
             if isinstance(left, dict):
                 assert not left, f"{name} is not empty"
         assert not self.engine._requests

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from leafkv import LLM, SamplingParams
 from leafkv.engine import drawing
-from leafkv.engine.scheduler import Work
+from leafkv.engine.work import Work
 from leafkv.models import LoadedModel, load_model
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "reference_greedy.json"

@@ -18,7 +18,7 @@ from leafkv.models.batch import Batch
 if TYPE_CHECKING:
     from leafkv._core import KVManager
     from leafkv.engine.running import Running
-    from leafkv.engine.scheduler import Work
+    from leafkv.engine.work import Work
     from leafkv.models.config import ModelConfig
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from leafkv.engine.logprobs import Logprob
     from leafkv.engine.request import Request, Sample
-    from leafkv.engine.scheduler import Work
+    from leafkv.engine.work import Work
 
     Decode = Callable[[int], str] | None
 

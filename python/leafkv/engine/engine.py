@@ -22,7 +22,8 @@ from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.recorder import Recorder
 from leafkv.engine.running import EOS, LAST, LIMIT, WATCHED
-from leafkv.engine.scheduler import Scheduler, Work
+from leafkv.engine.scheduler import Scheduler
+from leafkv.engine.work import Work
 from leafkv.errors import (
     HandedOverError,
     InvalidInputError,

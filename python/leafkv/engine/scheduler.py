@@ -22,22 +22,20 @@ request that is admitted, parked or refused; per-token work is the KV manager's.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import time
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leafkv._core import WaitFor
+from leafkv.engine.parking import Parking
 from leafkv.engine.request import Status
 from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER, PLAIN, PROMPT, Running
 from leafkv.engine.waiting import AGING, Policy, Waiting, WaitingByPrefix
+from leafkv.engine.work import Work
 from leafkv.errors import OutOfBlocksError, UnknownSequenceError
 
 if TYPE_CHECKING:
@@ -56,36 +54,6 @@ class Proposer(Protocol):
 
     def propose(self, sample: Sample, most: int) -> list[int]:
         """At most ``most`` tokens that may come next; none is fine."""
-
-
-@dataclass(slots=True)
-class Work:
-    """What a step computes: ``counts[i]`` more tokens of ``samples[i]``, which has ``computed[i]`` of ``known[i]``.
-
-    Drafts of speculation are among the counted tokens, after the known ones.
-    """
-
-    samples: list[Sample]
-    rows: NDArray[np.int64]
-    """Their rows in the columns of the running samples, while those have ``version``."""
-    counts: NDArray[np.int64]
-    computed: NDArray[np.int64]
-    known: NDArray[np.int64]
-    version: int
-    plain: bool
-    """Whether the next tokens of all are those of the highest logits, and nothing else is wanted."""
-    drafts: dict[Sample, list[int]] = field(default_factory=dict)
-    copies: list[NDArray[np.int32]] = field(default_factory=list)
-    """Of blocks, to be made one after another, and before those that the manager still owes."""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def only(self, items: NDArray[np.bool_]) -> Work:
-        """These items of it."""
-        samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
-        columns = (self.rows[items], self.counts[items], self.computed[items], self.known[items])
-        return Work(samples, *columns, self.version, self.plain, self.drafts)
 
 
 class Scheduler:
@@ -120,11 +88,7 @@ class Scheduler:
         self._step = 0
         by_prefix = policy == "prefix"
         self._queue = WaitingByPrefix(self._lookup, lambda: self._step) if by_prefix else Waiting()
-        self._parked: dict[Request, int] = {}
-        """Requests that wait for a leader, and its sequence id."""
-        self._waiters: dict[int, list[tuple[int, int, Request]]] = defaultdict(list)
-        """By the leader's sequence id, a heap: how many tokens it must have committed, and who waits for that."""
-        self._parkings = itertools.count()
+        self._parking = Parking()
         self._own: dict[Request, tuple[int, int]] = {}
         """Leaders to whom a more urgent waiter has lent its place, and the rank and priority that are their own."""
         self.forking: dict[Request, None] = {}
@@ -135,12 +99,12 @@ class Scheduler:
     @property
     def waiting(self) -> list[Request]:
         """The requests that wait, in order of service. O(n log n): for looking."""
-        return sorted([*self._queue, *self._parked], key=lambda request: request.order)
+        return sorted([*self._queue, *self._parking], key=lambda request: request.order)
 
     @property
     def num_waiting(self) -> int:
         """How many requests wait."""
-        return len(self._queue) + len(self._parked)
+        return len(self._queue) + len(self._parking)
 
     def add(self, request: Request) -> None:
         """Take a new request. It must fit the pool: the router has checked that."""
@@ -154,7 +118,7 @@ class Scheduler:
         """End a request, in whatever state: finish, abort and failure are this one act."""
         if request.status is Status.RUNNING:
             self._stop(request)
-        elif request.status is Status.WAITING and self._parked.pop(request, None) is None:
+        elif request.status is Status.WAITING and not self._parking.discard(request):
             self._queue.remove(request)
         request.status = Status.FINISHED
 
@@ -182,9 +146,10 @@ class Scheduler:
     def schedule(self) -> Work:
         """The work of the next step. Every item has its slots reserved, and at least one token."""
         self._step += 1
-        self._wake()
+        for request in self._parking.wake(self._committed, LOOKS):
+            self._queue.add(request)
         if self.policy == "priority":
-            if self._parked or self._own:
+            if len(self._parking) or self._own:
                 self._lend()
             if len(self._queue):
                 self._make_way()
@@ -342,7 +307,7 @@ class Scheduler:
             if budget == 0 or request is None:
                 break
             if not self._start(request):
-                if request in self._parked:
+                if request in self._parking:
                     continue
                 break
             first = self.running.row(request.live[0])
@@ -367,7 +332,8 @@ class Scheduler:
         before = manager.allocatable_blocks
         answer = manager.begin(first.number, first.tokens, request.namespace, read_cache=request.reads_cache)
         if isinstance(answer, WaitFor):
-            self._park(request, answer)
+            self._queue.remove(request)
+            self._parking.add(request, answer)
             return False
         # The running ones lack no blocks: each has slots for all its known tokens. This one's prefix hit is held from
         # `begin` on, and so not among the allocatable blocks: where that changes nothing, others have all of it, and
@@ -424,7 +390,7 @@ class Scheduler:
             if self._start(request):
                 self._count(request)
                 continue
-            if request in self._parked:
+            if request in self._parking:
                 continue
             # At most this much comes free: less where they share blocks. Nobody is preempted where it would not do.
             samples = sum(len(other.live) for other in weaker)
@@ -435,32 +401,14 @@ class Scheduler:
                 return
             self.preempt(weaker[-1])
 
-    def _park(self, request: Request, answer: WaitFor) -> None:
-        """Let a request wait for what a running one computes."""
-        self._queue.remove(request)
-        self._parked[request] = answer.leader
-        heapq.heappush(self._waiters[answer.leader], (answer.tokens, next(self._parkings), request))
-
-    def _wake(self) -> None:
-        """Let those go on whose leader has got so far, or has ended."""
-        looks = LOOKS
-        for leader, waiters in [*self._waiters.items()]:
-            committed = self._committed(leader)
-            while waiters and waiters[0][0] <= committed and looks:
-                looks -= 1
-                request = heapq.heappop(waiters)[2]
-                if self._parked.get(request) == leader:
-                    del self._parked[request]
-                    self._queue.add(request)
-            if not waiters:
-                del self._waiters[leader]
-
     def _lend(self) -> None:
         """Give leaders the places of the most urgent ones who wait for them, and others their own back."""
         places = self._own.copy()
         by_number = {sample.number: sample.request for sample in self.running.samples}
-        for waiter, number in self._parked.items():
-            leader = by_number[number]
+        for waiter, number in self._parking.items():
+            leader = by_number.get(number)
+            if leader is None:  # it has ended: the waiter wakes at one of the next steps
+                continue
             rank, priority = places.setdefault(leader, (leader.rank, leader.priority))
             places[leader] = min(rank, waiter.rank), min(priority, waiter.priority)
         for leader, place in places.items():
@@ -472,7 +420,7 @@ class Scheduler:
                 leader.rank, leader.priority = place
                 self.running.insert(leader, rows.tolist())
 
-    def _committed(self, number: int) -> int | float:
+    def _committed(self, number: int) -> float:
         """Committed tokens of a sequence; infinitely many if it has ended."""
         try:
             return self.manager.num_committed(number)

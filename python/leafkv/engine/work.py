@@ -1,0 +1,42 @@
+"""What a step computes: the scheduler's answer, and what the rest of the step goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from leafkv.engine.request import Sample
+
+
+@dataclass(slots=True)
+class Work:
+    """``counts[i]`` more tokens of ``samples[i]``, which has ``computed[i]`` of ``known[i]``.
+
+    Drafts of speculation are among the counted tokens, after the known ones.
+    """
+
+    samples: list[Sample]
+    rows: NDArray[np.int64]
+    """Their rows in the columns of the running samples, while those have ``version``."""
+    counts: NDArray[np.int64]
+    computed: NDArray[np.int64]
+    known: NDArray[np.int64]
+    version: int
+    plain: bool
+    """Whether the next tokens of all are those of the highest logits, and nothing else is wanted."""
+    drafts: dict[Sample, list[int]] = field(default_factory=dict)
+    copies: list[NDArray[np.int32]] = field(default_factory=list)
+    """Of blocks, to be made one after another, and before those that the manager still owes."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def only(self, items: NDArray[np.bool_]) -> Work:
+        """These items of it."""
+        samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
+        columns = (self.rows[items], self.counts[items], self.computed[items], self.known[items])
+        return Work(samples, *columns, self.version, self.plain, self.drafts)
