@@ -116,9 +116,10 @@ class AsyncEngine:
         self._thread.check()
         request = await asyncio.to_thread(self._prepare, prompt, sampling_params, request_id, priority)
         collector = OutputCollector(delta=request.params.output_kind is RequestOutputKind.DELTA)
-        subscription = _Subscription(self._thread, request)
+        thread = self._router.choose((self._thread,))
+        subscription = _Subscription(thread, request)
         try:
-            self._thread.add(request, collector)
+            thread.add(request, collector)
             finished = False
             while not finished:
                 output = await collector.get()

@@ -21,7 +21,7 @@ from leafkv.engine.batch_builder import BatchBuilder
 from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.recorder import Recorder
-from leafkv.engine.running import EOS, LAST, LIMIT, WATCHED
+from leafkv.engine.running import EOS, KNOWN, LAST, LIMIT, PROMPT, WATCHED
 from leafkv.engine.scheduler import Scheduler
 from leafkv.engine.work import Work
 from leafkv.errors import (
@@ -314,40 +314,43 @@ class Engine:
             self._finish(request, "error", error)
         scheduler = self.scheduler
         here = scheduler.current(work)
-        if not here.all():  # requests failed just now, or were aborted while the model ran
+        if here is not None:  # requests failed just now, or were aborted while the model ran
             work, drawn = work.only(here), drawn.only(here)
         written = work.counts - drawn.rejected
         try:
             scheduler.commit(work, written, drawn.tokens, drawn.new)
         except Exception:  # whatever it is, it may be one request's alone
             work, drawn, written = self._commit_each(work, drawn, written)
-        prompts = scheduler.prompt_lengths(work)
-        ends = np.minimum(work.computed + written, prompts) - np.minimum(work.computed, prompts)
-        self._computed_prompt_tokens += int(ends.sum())
+        if work.prefills:
+            prompts = scheduler.running.column(PROMPT)[work.rows]
+            ends = np.minimum(work.computed + written, prompts) - np.minimum(work.computed, prompts)
+            self._computed_prompt_tokens += int(ends.sum())
         self._now = time.monotonic()
         scheduler.bear(drawn.firsts)
-        self._take_all(work, drawn, prompts)
+        self._take_all(work, drawn)
 
-    def _take_all(self, work: Work, drawn: Drawn, prompts: NDArray[np.int64]) -> None:
+    def _take_all(self, work: Work, drawn: Drawn) -> None:
         """Give the samples their tokens. Most want nothing but to have them."""
         running, rows, new = self.scheduler.running, work.rows, drawn.new
         looked_at = running.column(WATCHED)[rows] != 0
-        looked_at |= work.known + new >= running.column(LIMIT)[rows]
-        looked_at |= self._is_eos[running.column(LAST)[rows]] & (running.column(EOS)[rows] != 0)
-        looked_at |= work.known == prompts
+        looked_at |= running.column(KNOWN)[rows] >= running.column(LIMIT)[rows]
+        ends = self._is_eos[running.column(LAST)[rows]]
+        if ends.any():
+            looked_at |= ends & (running.column(EOS)[rows] != 0)
+        if work.prefills:  # the first token has a time
+            looked_at |= work.known == running.column(PROMPT)[rows]
         looked_at |= new > 1
-        looked_at &= new > 0
-        self._generated_tokens += int(new.sum())
-        starts = new.cumsum() - new
-        plain = (new > 0) & ~looked_at
-        for item, token in zip(plain.nonzero()[0].tolist(), drawn.tokens[starts[plain]].tolist(), strict=True):
-            sample = work.samples[item]
-            sample.tokens.append(token)
+        self._generated_tokens += len(drawn.tokens)
+        tokens, starts = drawn.tokens.tolist(), (new.cumsum() - new).tolist()
+        for sample, is_looked_at, start, n in zip(work.samples, looked_at.tolist(), starts, new.tolist(), strict=True):
+            if n == 0:
+                continue
+            if is_looked_at:
+                self._take(sample, tokens[start : start + n], drawn)
+                continue
+            sample.tokens.append(tokens[start])
             if self._recorder is not None:
                 self._recorder.token(sample, sample.num_output_tokens - 1)
-        for item in looked_at.nonzero()[0].tolist():
-            start = int(starts[item])
-            self._take(work.samples[item], drawn.tokens[start : start + int(new[item])].tolist(), drawn)
         for sample, token in drawn.firsts.items():
             if sample.finish_reason is None and sample.number >= 0:
                 self._generated_tokens += 1
@@ -417,7 +420,8 @@ class Engine:
         for item in range(len(work)):
             only = np.arange(len(work)) == item
             one, its = work.only(only), drawn.only(only)
-            if not self.scheduler.current(one).all():  # another sample of its request has failed
+            here = self.scheduler.current(one)
+            if here is not None and not here.all():  # another sample of its request has failed
                 good[item] = False
                 continue
             try:
@@ -425,7 +429,8 @@ class Engine:
             except Exception as error:
                 good[item] = False
                 self._finish(work.samples[item].request, "error", error)
-        good &= self.scheduler.current(work)
+        here = self.scheduler.current(work)
+        good &= here if here is not None else True
         return work.only(good), drawn.only(good), written[good]
 
 

@@ -86,6 +86,11 @@ class EngineThread:
         """Whether requests are taken."""
         return self._ended is None and not self._stopping
 
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests whose end has not been reported."""
+        return len(self._consumers) + len(self._resumed)
+
     def check(self) -> None:
         """Raise EngineDeadError unless requests are taken, JournalError while none can be written down."""
         if not self.running:

@@ -370,7 +370,7 @@ class LLM:
 
     def _add(self, request: Request, inbox: deque[RequestOutput]) -> None:
         with self._lock, interrupts_deferred():
-            self.engine.add_request(request)
+            self._router.choose((self.engine,)).add_request(request)
             self._inboxes[request.request_id] = inbox
         self._abort_dropped()
 

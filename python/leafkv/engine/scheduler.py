@@ -160,31 +160,35 @@ class Scheduler:
         counts = self._reserve(counts, drafts, copies)
         if self.num_preemptions == preemptions and len(self._queue):
             counts = self._admit(counts)
-        rows = counts.nonzero()[0]
-        if len(rows) == len(running):
-            samples = running.samples.copy()
+        rows: slice | NDArray[np.int64]
+        if counts.all():
+            rows, samples = slice(0, len(running)), running.samples.copy()
         else:
-            samples = [running.samples[row] for row in rows.tolist()]
+            rows = found = counts.nonzero()[0]
+            samples = [running.samples[row] for row in found.tolist()]
+            counts = counts[rows]
+        computed = running.column(COMPUTED)[rows]
         return Work(
             samples,
             rows,
-            counts[rows],
-            running.column(COMPUTED)[rows],
-            running.column(KNOWN)[rows],
+            counts,
+            computed.copy(),
+            running.column(KNOWN)[rows].copy(),
             running.version,
             bool(running.column(PLAIN)[rows].all()) and not (drafts or self.forking or self.thorough),
+            bool((computed < running.column(PROMPT)[rows]).any()),
             drafts,
             copies,
         )
 
-    def current(self, work: Work) -> NDArray[np.bool_]:
-        """Which items of the work are still to be done: requests may be aborted while the model runs."""
+    def current(self, work: Work) -> NDArray[np.bool_] | None:
+        """Which items of the work are still to be done: requests may be aborted while the model runs. None: all."""
         if work.version == self.running.version:
-            return np.ones(len(work), bool)
+            return None
         work.version = self.running.version
         rows = {sample: row for row, sample in enumerate(self.running.samples)}
-        work.rows = np.array([rows.get(sample, -1) for sample in work.samples], np.int64)
-        return work.rows >= 0
+        found = work.rows = np.array([rows.get(sample, -1) for sample in work.samples], np.int64)
+        return found >= 0
 
     def logits_wanted(self, work: Work) -> NDArray[np.int64]:
         """Of how many of the last tokens of each item the logits are wanted."""
@@ -196,10 +200,6 @@ class Scheduler:
                     wanted[item] = work.counts[item]
         return wanted
 
-    def prompt_lengths(self, work: Work) -> NDArray[np.int64]:
-        """The tokens of the prompt of each item."""
-        return self.running.column(PROMPT)[work.rows]
-
     def commit(self, work: Work, written: NDArray[np.int64], tokens: NDArray[np.int64], new: NDArray[np.int64]) -> None:
         """The KV of ``written[i]`` tokens of each item is there; ``new[i]`` of ``tokens`` [sum(new)] are its next ones.
 
@@ -210,8 +210,12 @@ class Scheduler:
         self.manager.commit_many(numbers, written, tokens, new)
         running.column(COMPUTED)[rows] += written
         running.column(KNOWN)[rows] += new
-        sampled = new > 0
-        running.column(LAST)[rows[sampled]] = tokens[new.cumsum()[sampled] - 1]
+        if len(tokens) == len(new) and new.all():
+            running.column(LAST)[rows] = tokens
+        else:
+            last = running.column(LAST)[rows]
+            last[new > 0] = tokens[new.cumsum()[new > 0] - 1]
+            running.column(LAST)[rows] = last
         if work.drafts:
             for number, computed, n, kept in zip(
                 numbers.tolist(), work.computed.tolist(), work.counts.tolist(), written.tolist(), strict=True

@@ -20,14 +20,16 @@ class Work:
     """
 
     samples: list[Sample]
-    rows: NDArray[np.int64]
-    """Their rows in the columns of the running samples, while those have ``version``."""
+    rows: slice | NDArray[np.int64]
+    """Their rows in the columns of the running samples, while those have ``version``; a slice if they are all."""
     counts: NDArray[np.int64]
     computed: NDArray[np.int64]
     known: NDArray[np.int64]
     version: int
     plain: bool
     """Whether the next tokens of all are those of the highest logits, and nothing else is wanted."""
+    prefills: bool
+    """Whether any of the tokens is of a prompt."""
     drafts: dict[Sample, list[int]] = field(default_factory=dict)
     copies: list[NDArray[np.int32]] = field(default_factory=list)
     """Of blocks, to be made one after another, and before those that the manager still owes."""
@@ -38,5 +40,6 @@ class Work:
     def only(self, items: NDArray[np.bool_]) -> Work:
         """These items of it."""
         samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
-        columns = (self.rows[items], self.counts[items], self.computed[items], self.known[items])
-        return Work(samples, *columns, self.version, self.plain, self.drafts)
+        rows = np.arange(len(self))[items] if isinstance(self.rows, slice) else self.rows[items]
+        columns = (rows, self.counts[items], self.computed[items], self.known[items])
+        return Work(samples, *columns, self.version, self.plain, self.prefills, self.drafts)
