@@ -24,6 +24,7 @@ __all__ = [
     "argmax",
     "block_digests",
     "copy_blocks",
+    "draw",
     "embed",
     "instruction_set",
     "linear",
@@ -762,6 +763,27 @@ def top_k(
 
     Raises:
         InvalidInputError: an argument is malformed, or ``k`` is not in 1 to vocab_size.
+    """
+
+def draw(
+    logits: NDArray[np.float32],
+    draws: Sequence[tuple[int, int, float, int, float, float]],
+    *,
+    num_threads: int | None = None,
+) -> NDArray[np.int64]:
+    """Sampling: a token drawn from each row of ``logits``: int64 [S] for float32 [S, vocab_size].
+
+    Args:
+        logits: -1 is drawn from a row that is no distribution (see `argmax`).
+        draws: for each row ``(seed, position, temperature, top_k, top_p, min_p)``. The logits are divided by the
+            temperature, above 0. Then tokens are dropped: those less likely than ``min_p``, in [0, 1], times the
+            likeliest; all but the ``top_k`` largest logits and what equals the last of them (0: none); all but the
+            likeliest that make up the share ``top_p``, in (0, 1], and what equals the last of them. The random number
+            is the first one of numpy's ``Philox(key=seed, counter=position)``.
+        num_threads: threads to use, or None for all available. They do not matter to what is drawn, nor do other rows.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
     """
 
 def instruction_set() -> str:

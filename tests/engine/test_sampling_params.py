@@ -188,20 +188,20 @@ NOT_PLAIN: dict[str, Any] = {
     "bad_words": ["a"],
     "logits_processors": [nothing],
     "structured_outputs": StructuredOutputsParams(regex="a"),
-    "temperature": 1.0,
 }
 
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_plain(name: str) -> None:
-    params = SamplingParams(**{"temperature": 0.0, name: NOT_PLAIN[name]})
+    params = SamplingParams(**{name: NOT_PLAIN[name]})
     assert not params.plain
-    assert params.unchanged == (name in {"temperature", "logprobs"})
+    assert params.unchanged == (name == "logprobs")
 
 
 def test_what_is_plain() -> None:
-    rest = {"n": 3, "top_k": 5, "top_p": 0.5, "stop": "a", "stop_token_ids": [1], "prompt_logprobs": 1, "seed": 1}
-    assert SamplingParams(temperature=0.0, logit_bias={}, bad_words=[], logits_processors=[], **rest).plain  # type: ignore[arg-type]
+    rest: Any = {"n": 3, "top_k": 5, "top_p": 0.5, "stop": "a", "stop_token_ids": [1], "prompt_logprobs": 1, "seed": 1}
+    for temperature in (0.0, 1.0):
+        assert SamplingParams(temperature=temperature, logit_bias={}, bad_words=[], logits_processors=[], **rest).plain
 
 
 def test_tokens_that_the_model_does_not_have() -> None:

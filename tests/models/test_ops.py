@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from leafkv import InvalidInputError
-from leafkv._core import argmax, rms_norm, rope_write_kv, silu_mul, top_k, write_kv
+from leafkv._core import argmax, draw, rms_norm, rope_write_kv, silu_mul, top_k, write_kv
 
 from .arrays import F32, noise, strided
 
@@ -193,6 +193,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         top_k(x, 0)
     with pytest.raises(InvalidInputError, match=r"^k: got 1, expected 1 to 0"):
         top_k(noise(2, 0), 1)
+    with pytest.raises(InvalidInputError, match=r"^draws: got 1, expected one for each of 2 rows"):
+        draw(noise(2, 5), [(1, 2, 1.0, 0, 1.0, 0.0)])
+    with pytest.raises(InvalidInputError, match=r"^temperature: got 0 for row 0"):
+        draw(noise(1, 5), [(1, 2, 0.0, 0, 1.0, 0.0)])
 
 
 def test_rope_write_kv_refuses_what_does_not_fit_before_writing() -> None:

@@ -3,7 +3,8 @@
 Speculation is checked here. A draw depends on (logits, parameters, seed, position) alone, so drafts are right exactly
 as far as they are what would have been drawn: the tokens are the same with and without them, sampled or greedy.
 
-Where all samples are greedy and have one row each, the cost is one argmax; otherwise there is a loop over the samples.
+What is drawn from the model's logits as they are is drawn for all rows at once. Where nothing else is wanted of them,
+that is all; otherwise there is a loop over the samples.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from leafkv._core import draw as core_draw
 from leafkv.engine.logprobs import decode_tokens, prompt_logprobs
 from leafkv.engine.sampler import INVALID, greedy, pick
 from leafkv.errors import LeafKVError
@@ -66,20 +68,17 @@ def draw(
         work: what the step has computed.
         forking: requests whose other samples begin when the first one has computed the prompt.
         thorough: requests whose prompt's logprobs are wanted.
-        num_threads: threads for the argmax; None for all.
+        num_threads: threads to use; None for all.
         decode: the text of one token, for logprobs.
     """
-    best = greedy(logits, num_threads)
     sampled = work.computed + work.counts >= work.known
-    rejected = np.zeros(len(work), np.int64)
-    new = sampled.astype(np.int64)
+    ahead = draw_ahead(logits, wanted, sampled, work, num_threads)
+    drawn = Drawn(ahead, sampled.astype(np.int64), np.zeros(len(work), np.int64))
     if work.plain:
-        drawn = Drawn(best, new, rejected)
-        for item in sampled.nonzero()[0][best == INVALID].tolist():
+        for item in sampled.nonzero()[0][ahead == INVALID].tolist():
             drawn.failed[work.samples[item].request] = no_distribution(work.samples[item])
         return drawn
 
-    drawn = Drawn(best, new, rejected)
     tokens: list[int] = []
     ends = wanted.cumsum().tolist()
     for item, sample in enumerate(work.samples):
@@ -92,31 +91,58 @@ def draw(
             if not sampled[item]:
                 continue
             start = end - 1 - len(drafts)
-            rows, likeliest = logits[start:end], best[start:end].tolist()
+            rows, plain = logits[start:end], ahead[start:end].tolist()
             if request in forking and not sample.num_output_tokens:
                 for other in request.live[1:]:
                     if not other.num_output_tokens:
-                        drawn.firsts[other] = draw_one(rows[0], likeliest[0], other, drawn, decode)
-            drawn_tokens = follow(rows, likeliest, sample, drafts, drawn, decode)
+                        drawn.firsts[other] = draw_one(rows[0], None, other, drawn, decode)
+            drawn_tokens = follow(rows, plain, sample, drafts, drawn, decode)
         except Exception as error:
             drawn.failed[request] = error
             drawn_tokens = [0]  # in the place of a token that nobody gets
         tokens += drawn_tokens
-        new[item] = len(drawn_tokens)
-        rejected[item] = len(drafts) + 1 - len(drawn_tokens)
+        drawn.new[item] = len(drawn_tokens)
+        drawn.rejected[item] = len(drafts) + 1 - len(drawn_tokens)
     drawn.tokens = np.array(tokens, np.int64)
     return drawn
 
 
+def draw_ahead(
+    logits: NDArray[np.float32],
+    wanted: NDArray[np.int64],
+    sampled: NDArray[np.bool_],
+    work: Work,
+    num_threads: int | None,
+) -> NDArray[np.int64]:
+    """What is drawn from each row as it is: -1 from what is no distribution."""
+    tokens = greedy(logits, num_threads)
+    if work.greedy:
+        return tokens
+    rows: list[int] = []
+    draws = []
+    ends = wanted.cumsum().tolist()
+    for sample, end, is_sampled in zip(work.samples, ends, sampled.tolist(), strict=True):
+        params = sample.params
+        if is_sampled and params.unchanged and not params.greedy:
+            # Of a draft that is right, the position is that of the token that it is.
+            first = end - 1 - len(work.drafts.get(sample, ()))
+            known = len(sample.tokens) - first
+            rows += range(first, end)
+            draws += [params.draw(sample.seed, known + row) for row in range(first, end)]
+    if rows:
+        tokens[rows] = core_draw(logits if len(rows) == len(logits) else logits[rows], draws, num_threads=num_threads)
+    return tokens
+
+
 def follow(
-    rows: NDArray[np.float32], best: list[int], sample: Sample, drafts: list[int], drawn: Drawn, decode: Decode
+    rows: NDArray[np.float32], ahead: list[int], sample: Sample, drafts: list[int], drawn: Drawn, decode: Decode
 ) -> list[int]:
     """Draw from one row after another, as long as that gives the drafts."""
     known = len(sample.tokens)
     tokens: list[int] = []
     try:
-        for row, likeliest, draft in zip(rows, best, [*drafts, None], strict=True):
-            token = draw_one(row, likeliest, sample, drawn, decode)
+        for row, plain, draft in zip(rows, ahead, [*drafts, None], strict=True):
+            token = draw_one(row, plain, sample, drawn, decode)
             tokens.append(token)
             if token != draft or token in sample.request.stop_ids:
                 break
@@ -128,18 +154,18 @@ def follow(
     return tokens
 
 
-def draw_one(row: NDArray[np.float32], likeliest: int, sample: Sample, drawn: Drawn, decode: Decode) -> int:
-    """Draw the next token of a sample from a row whose highest logit is that of ``likeliest``."""
-    token = likeliest
-    if token != INVALID and not sample.params.plain:
-        picked = pick(row, sample)
-        token = picked.token
-        if picked.logprobs is not None:
-            if decode is not None:
-                decode_tokens(picked.logprobs, decode)
-            drawn.logprobs.setdefault(sample, []).append(picked.logprobs)
+def draw_one(row: NDArray[np.float32], plain: int | None, sample: Sample, drawn: Drawn, decode: Decode) -> int:
+    """Draw the next token of a sample. ``plain`` is what comes of the row as it is, if that is known."""
+    if plain is not None and sample.params.plain:
+        token, logprobs = plain, None
+    else:
+        token, logprobs = pick(row, sample)
     if token == INVALID:
         raise no_distribution(sample)
+    if logprobs is not None:
+        if decode is not None:
+            decode_tokens(logprobs, decode)
+        drawn.logprobs.setdefault(sample, []).append(logprobs)
     return token
 
 

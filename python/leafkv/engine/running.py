@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from leafkv.engine.request import Request, Sample
 
-NUMBER, PROMPT, KNOWN, COMPUTED, LIMIT, LAST, BORN, EOS, PLAIN, WATCHED = COLUMNS = range(10)
+NUMBER, PROMPT, KNOWN, COMPUTED, LIMIT, LAST, BORN, EOS, PLAIN, GREEDY, WATCHED = COLUMNS = range(11)
 """Columns: the sample's sequence id; tokens of the prompt; known tokens; those with KV; known tokens at which it ends;
-the last known token; whether it has a sequence yet; whether an end of sequence ends it; whether its next token is that
-of the highest logit; whether each of its tokens is looked at."""
+the last known token; whether it has a sequence yet; whether an end of sequence ends it; `SamplingParams.plain` and
+`greedy`; whether each of its tokens is looked at."""
 
 
 class Running:

@@ -144,7 +144,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     plain: bool = field(init=False, repr=False, compare=False)
-    """Whether the next token is the likeliest of the model's logits and nothing else is wanted of them."""
+    """Whether tokens are picked from the model's logits as they are, and nothing else is wanted of those."""
     unchanged: bool = field(init=False, repr=False, compare=False)
     """Whether tokens are picked from the model's logits as they are: no option before the temperature changes them."""
     allowed_ids: NDArray[np.intp] | None = field(init=False, repr=False, compare=False)
@@ -202,12 +202,16 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "unchanged", self._is_unchanged())
-        object.__setattr__(self, "plain", self.unchanged and self.greedy and self.logprobs is None)
+        object.__setattr__(self, "plain", self.unchanged and self.logprobs is None)
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    def draw(self, seed: int, position: int) -> tuple[int, int, float, int, float, float]:
+        """What `leafkv._core.draw` takes for the token at ``position`` of a sample that is not greedy."""
+        return seed, position, self.temperature, max(self.top_k, 0), self.top_p, self.min_p
 
     @property
     def penalized(self) -> bool:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from leafkv._core import WaitFor
 from leafkv.engine.parking import Parking
 from leafkv.engine.request import Status
-from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER, PLAIN, PROMPT, Running
+from leafkv.engine.running import BORN, COMPUTED, GREEDY, KNOWN, LAST, LIMIT, NUMBER, PLAIN, PROMPT, Running
 from leafkv.engine.waiting import AGING, Policy, Waiting, WaitingByPrefix
 from leafkv.engine.work import Work
 from leafkv.errors import OutOfBlocksError, UnknownSequenceError
@@ -176,6 +176,7 @@ class Scheduler:
             running.column(KNOWN)[rows].copy(),
             running.version,
             bool(running.column(PLAIN)[rows].all()) and not (drafts or self.forking or self.thorough),
+            bool(running.column(GREEDY)[rows].all()),
             bool((computed < running.column(PROMPT)[rows]).any()),
             drafts,
             copies,
@@ -363,6 +364,7 @@ class Scheduler:
                     begun,
                     not request.params.ignore_eos,
                     request.params.plain,
+                    request.params.greedy,
                     request.watched,
                 )
                 for sample, done, begun in zip(samples, computed, born, strict=True)

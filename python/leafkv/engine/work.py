@@ -27,7 +27,9 @@ class Work:
     known: NDArray[np.int64]
     version: int
     plain: bool
-    """Whether the next tokens of all are those of the highest logits, and nothing else is wanted."""
+    """Whether every item has one row of logits at most, of which nothing but a token is wanted."""
+    greedy: bool
+    """Whether all tokens are the likeliest."""
     prefills: bool
     """Whether any of the tokens is of a prompt."""
     drafts: dict[Sample, list[int]] = field(default_factory=dict)
@@ -42,4 +44,4 @@ class Work:
         samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
         rows = np.arange(len(self))[items] if isinstance(self.rows, slice) else self.rows[items]
         columns = (rows, self.counts[items], self.computed[items], self.known[items])
-        return Work(samples, *columns, self.version, self.plain, self.prefills, self.drafts)
+        return Work(samples, *columns, self.version, self.plain, self.greedy, self.prefills, self.drafts)

@@ -35,7 +35,7 @@ mod _core {
     use super::linear::{Weight, embed, linear};
 
     #[pymodule_export]
-    use super::ops::{argmax, rms_norm, rope_write_kv, silu_mul, top_k};
+    use super::ops::{argmax, draw, rms_norm, rope_write_kv, silu_mul, top_k};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

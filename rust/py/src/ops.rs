@@ -1,7 +1,7 @@
 //! Norms, rotations, activations and the best logits as Python sees them: arguments checked, the GIL released while it is
 //! worth it.
 
-use leafkv_core::ops::{self, HeadNorms, Projected, Rows};
+use leafkv_core::ops::{self, Draw, HeadNorms, Projected, Rows};
 use leafkv_core::{Error, Isa};
 use pyo3::prelude::*;
 
@@ -196,4 +196,37 @@ fn run(
     let isa = Isa::current().map_err(to_py)?;
     let brief = shape.into_iter().product::<usize>() <= BRIEF_ELEMENTS;
     maybe_detach(py, brief, || operation(isa)).map_err(to_py)
+}
+
+/// Of a row: its seed, its position, temperature, top-k, top-p and min-p.
+type DrawTuple = (u64, u64, f64, usize, f64, f64);
+
+/// Tokens drawn from rows of logits.
+#[pyfunction]
+#[pyo3(signature = (logits, draws, *, num_threads = None))]
+pub(crate) fn draw<'py>(
+    logits: &Bound<'py, PyAny>,
+    draws: Vec<DrawTuple>,
+    num_threads: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (py, num_threads) = (logits.py(), optional("num_threads", num_threads)?);
+    let from = View::new("logits", logits)?.rows()?;
+    let draws: Vec<Draw> = draws.into_iter().map(to_draw).collect();
+    let mut tokens = Fresh::new(py, [from.shape()[0]]);
+    let out = tokens.items();
+    run(py, from.shape(), |isa| {
+        ops::draw(isa, &from, &draws, out, num_threads)
+    })?;
+    Ok(tokens.into_any())
+}
+
+fn to_draw((seed, position, temperature, top_k, top_p, min_p): DrawTuple) -> Draw {
+    Draw {
+        seed,
+        position,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+    }
 }

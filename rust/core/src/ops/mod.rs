@@ -7,6 +7,7 @@
 //! Every operation takes rows of float32 and writes to memory of the caller.
 
 mod activations;
+mod draw;
 mod embed;
 mod lanes;
 mod linear;
@@ -22,6 +23,7 @@ mod tests;
 mod top;
 mod weight;
 
+pub use draw::{Draw, draw};
 pub use embed::embed;
 pub use linear::{Input, LinearOptions, Precision, linear};
 pub use norm::rms_norm;

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 const GROUP: usize = 64;
 
 /// What stands for the best of a row that is no distribution.
-const NOTHING: i64 = -1;
+pub(super) const NOTHING: i64 = -1;
 
 /// The index of each row's largest element, the lowest among equals; -1 where a row is no distribution.
 ///
@@ -68,7 +68,7 @@ pub fn top_k(
 }
 
 /// Rows of results, each written by one thread.
-struct Out<'a, T> {
+pub(super) struct Out<'a, T> {
     base: *mut T,
     columns: usize,
     memory: PhantomData<&'a mut [T]>,
@@ -78,7 +78,11 @@ struct Out<'a, T> {
 unsafe impl<T: Send> Sync for Out<'_, T> {}
 
 impl<'a, T> Out<'a, T> {
-    fn new(argument: &'static str, out: &'a mut [T], [rows, columns]: [usize; 2]) -> Result<Self> {
+    pub(super) fn new(
+        argument: &'static str,
+        out: &'a mut [T],
+        [rows, columns]: [usize; 2],
+    ) -> Result<Self> {
         if out.len() != rows * columns {
             return Err(Error::invalid(
                 argument,
@@ -95,7 +99,7 @@ impl<'a, T> Out<'a, T> {
     /// # Safety
     /// The row is in bounds, and nobody else has it.
     #[allow(clippy::mut_from_ref)] // by the caller's promise
-    unsafe fn row(&self, row: usize) -> &mut [T] {
+    pub(super) unsafe fn row(&self, row: usize) -> &mut [T] {
         // SAFETY: the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(row * self.columns), self.columns) }
     }
@@ -120,7 +124,7 @@ impl Each for ArgMax<'_> {
 /// # Safety
 /// There are `n` floats.
 #[inline(always)]
-unsafe fn first_of_largest<S: Simd>(s: S, x: *const f32, n: usize) -> i64 {
+pub(super) unsafe fn first_of_largest<S: Simd>(s: S, x: *const f32, n: usize) -> i64 {
     let (mut best, mut at, mut odd) = (f32::NEG_INFINITY, n, s.splat(0.0));
     for first in (0..n).step_by(GROUP) {
         // SAFETY: the caller's promise.
@@ -193,7 +197,7 @@ impl Each for TopK<'_> {
 /// # Safety
 /// There are `n` floats.
 #[inline(always)]
-unsafe fn find_best<S: Simd>(
+pub(super) unsafe fn find_best<S: Simd>(
     s: S,
     x: *const f32,
     n: usize,
@@ -233,7 +237,7 @@ unsafe fn find_best<S: Simd>(
 /// Where an element stands in order: the larger before the smaller, then by index. Rank in the high half, index in the
 /// low one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Place(u64);
+pub(super) struct Place(u64);
 
 impl Place {
     #[inline(always)]
@@ -243,7 +247,7 @@ impl Place {
         Self(u64::from(rank) << 32 | index as u64)
     }
 
-    fn value(self) -> f32 {
+    pub(super) fn value(self) -> f32 {
         f32::from_bits(Self::mirror((self.0 >> 32) as u32))
     }
 
