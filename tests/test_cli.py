@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from leafkv import LLM, SamplingParams, StructuredOutputsParams
 
 from .models.tiny import CONFIGS, write_gguf
 
@@ -29,6 +33,62 @@ def test_generate_writes_the_text_alone_to_stdout() -> None:
 def test_generate_reads_standard_input() -> None:
     done = run(LEAFKV, "generate", "-", "-n", "1", stdin="The capital of France is")
     assert done.stdout == " Paris\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_blocks=64)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 8}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        (("--stop", "green", "--stop", "cakes,"), {"stop": ["green", "cakes,"]}),
+        (("--json-schema", "FILE"), {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}),
+        (("--regex", "[A-Z][a-z]{4}"), {"structured_outputs": StructuredOutputsParams(regex="[A-Z][a-z]{4}")}),
+        (("--repetition-penalty", "1.5"), {"repetition_penalty": 1.5}),
+        (("--presence-penalty", "2"), {"presence_penalty": 2.0}),
+        (("--frequency-penalty", "2"), {"frequency_penalty": 2.0}),
+        (("--speculate", "4"), {}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_options_of_an_answer(options: tuple[str, ...], params: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
+    """They do what the parameters of the same name do, in both commands."""
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    options = tuple(str(tmp_path / "schema.json") if option == "FILE" else option for option in options)
+    prompt = "Say it again: red cakes, green tea, red cakes, green tea, red cakes, green tea, red"
+    limits: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
+    messages = [{"role": "user", "content": prompt}]
+    for command, ask in (
+        (("generate", prompt), lambda params: llm.generate(prompt, params, use_tqdm=False)),
+        (("chat",), lambda params: llm.chat(messages, params, use_tqdm=False)),
+    ):
+        (expected,), (plain,) = ask(SamplingParams(**limits, **params)), ask(SamplingParams(**limits))
+        assert (expected.outputs[0].text != plain.outputs[0].text) == bool(params), "the case shows nothing"
+        done = run(LEAFKV, *command, "-t", "0", "-n", "24", "--top-p", "1", "--num-blocks", "64", *options,
+                   stdin=prompt + "\n")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == expected.outputs[0].text + "\n"
+        assert ("guesses right" in done.stderr) == (not params)
+
+
+def test_help_shows_every_default() -> None:
+    """Also those that are no value: of square brackets in a help text, rich makes nothing."""
+    for command in ("generate", "chat"):
+        done = run(LEAFKV, command, "--help")
+        assert done.returncode == 0, done.stderr
+        text = " ".join(done.stdout.replace("\u2502", " ").split())
+        for default in ("the embedded model", "from free memory", "weights as the file has them", "no guesses"):
+            assert f"[default: ({default})]" in text
 
 
 def test_dtype_and_quantization(tmp_path: Path) -> None:
@@ -93,6 +153,13 @@ def test_input_that_is_no_text_and_output_that_the_terminal_does_not_know() -> N
         (("generate", "x", "--dtype", "float16"), "dtype: expected one of auto, float32, bfloat16, got 'float16'"),
         (("chat", "--quantization", "int4"), "quantization: expected None or one of q8_0, q4_0, q4_1, got 'int4'"),
         (("chat", "--quantization", "q4_0"), "already quantized"),
+        (("generate", "x", "--stop", ""), "stop: expected strings of at least one character"),
+        (("chat", "--json-schema", "no/such.json"), "--json-schema: no/such.json cannot be read"),
+        (("generate", "x", "--json-schema", sys.executable), "--json-schema: "),
+        (("generate", "x", "--json-schema", str(ROOT / "README.md")), "expected a JSON schema"),
+        (("generate", "x", "--regex", "["), "invalid regex"),
+        (("chat", "--json-schema", str(ROOT / "README.md"), "--regex", "a"), "expected one of json, regex and choice"),
+        (("chat", "--speculate", "0"), "num_speculative_tokens: expected an integer >= 1, got 0"),
     ],
 )
 def test_errors_are_one_line_without_a_traceback(arguments: tuple[str, ...], message: str) -> None:
