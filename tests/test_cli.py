@@ -170,6 +170,28 @@ def test_errors_are_one_line_without_a_traceback(arguments: tuple[str, ...], mes
     assert "Traceback" not in done.stderr
 
 
+WITHOUT_GUIDED = """
+import sys
+sys.modules["llguidance"] = None
+from leafkv.cli import main
+main()
+"""
+
+
+def test_a_form_names_the_extra_it_needs() -> None:
+    done = run(sys.executable, "-c", WITHOUT_GUIDED, "generate", "AB", "-n", "2", "--num-blocks", "8", "--regex", "a+")
+    assert done.returncode == 1
+    assert "pip install 'leafkv[guided]'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.xfail(reason="LLM() asks for llguidance, whoever wants a form or not", strict=True)
+def test_without_the_extra_guided_all_else_works() -> None:
+    done = run(sys.executable, "-c", WITHOUT_GUIDED, "generate", "The capital of France is", "-n", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == " Paris.\n\nThe\n"
+
+
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     done = run(sys.executable, "-W", "error", example)
