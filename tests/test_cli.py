@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -67,12 +68,10 @@ def test_options_of_an_answer(options: tuple[str, ...], params: dict[str, Any], 
     options = tuple(str(tmp_path / "schema.json") if option == "FILE" else option for option in options)
     prompt = "Say it again: red cakes, green tea, red cakes, green tea, red cakes, green tea, red"
     limits: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
-    messages = [{"role": "user", "content": prompt}]
-    for command, ask in (
-        (("generate", prompt), lambda params: llm.generate(prompt, params, use_tqdm=False)),
-        (("chat",), lambda params: llm.chat(messages, params, use_tqdm=False)),
-    ):
-        (expected,), (plain,) = ask(SamplingParams(**limits, **params)), ask(SamplingParams(**limits))
+    messages: Any = [{"role": "user", "content": prompt}]
+    for command, asked in ((("generate", prompt), prompt), (("chat",), messages)):
+        (expected,) = llm.generate(asked, SamplingParams(**limits, **params), use_tqdm=False)
+        (plain,) = llm.generate(asked, SamplingParams(**limits), use_tqdm=False)
         assert (expected.outputs[0].text != plain.outputs[0].text) == bool(params), "the case shows nothing"
         done = run(LEAFKV, *command, "-t", "0", "-n", "24", "--top-p", "1", "--num-blocks", "64", *options,
                    stdin=prompt + "\n")  # fmt: skip
@@ -192,10 +191,22 @@ def test_without_the_extra_guided_all_else_works() -> None:
     assert done.stdout == " Paris.\n\nThe\n"
 
 
+EXAMPLES_SAY = {
+    "async_stream": ("' Berlin'", "tokens in"),
+    "cache_mirror": ("worker 0 has reused a prefix",),
+    "demo": ("tokens in the", "time to first token"),
+    "guided_json": ("Anna, 34, Oslo",),
+    "resume": ("Killed after 6 tokens.", "24 tokens in the end, as in a process that nobody kills"),
+}
+
+
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     done = run(sys.executable, "-W", "error", example)
     assert done.returncode == 0, done.stderr
-    if example.stem == "demo":
-        assert "tokens in the" in " ".join(done.stdout.split()), done.stdout
-        assert "time to first token" in done.stdout
+    for text in EXAMPLES_SAY[example.stem]:
+        assert text in " ".join(done.stdout.split()), done.stdout
+    if example.stem == "async_stream":
+        pieces = (line.split(maxsplit=1) for line in done.stdout.splitlines())
+        answer = "".join(ast.literal_eval(text) for country, text in pieces if country == "France")
+        assert answer.startswith(" Paris.\n\nThe answer is:")
