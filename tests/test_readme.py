@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_three_faces_are_shown() -> None:
+def test_the_faces_are_shown() -> None:
     text = "\n".join(EXAMPLES)
-    for name in ("KVManager", "paged_attention", "LLM"):
+    for name in ("KVManager", "paged_attention", "LLM(", "AsyncEngine(", "LLM.resume("):
         assert name in text
+
+
+def test_links_and_paths_lead_to_files() -> None:
+    for document in ROOT.glob("*.md"):
+        text = document.read_text()
+        links = re.findall(r"\]\(([^)#:]+)\)", text)
+        paths = re.findall(r"`((?:python|rust|examples|tests|benches)/[\w./-]+)`", text)
+        for path in links + paths:
+            assert (ROOT / path).exists(), f"{document.name}: {path}"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda code: code.strip().splitlines()[0])

@@ -20,7 +20,7 @@ import numpy as np
 import leafkv
 from leafkv import KVCache, KVManager, MissingExtraError, paged_attention
 
-extras = {"gguf", "tokenizers", "safetensors", "jinja2", "typer", "rich", "tqdm", "torch", "transformers"}
+extras = {"gguf", "jinja2", "llguidance", "rich", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer"}
 assert not extras & {name.partition(".")[0] for name in sys.modules}, "import leafkv pulls in an extra"
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     assert not sys._is_gil_enabled(), "import leafkv brings the GIL back"
