@@ -184,7 +184,6 @@ def test_a_form_names_the_extra_it_needs() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.xfail(reason="LLM() asks for llguidance, whoever wants a form or not", strict=True)
 def test_without_the_extra_guided_all_else_works() -> None:
     done = run(sys.executable, "-c", WITHOUT_GUIDED, "generate", "The capital of France is", "-n", "5")
     assert done.returncode == 0, done.stderr

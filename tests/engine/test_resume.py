@@ -21,6 +21,7 @@ import pytest
 from leafkv import (
     LLM,
     AsyncEngine,
+    BeamSearchParams,
     HandedOverError,
     InvalidInputError,
     JournalError,
@@ -144,9 +145,9 @@ def test_a_seed_that_was_not_given_is_kept(tmp_path: Path) -> None:
 
 def test_who_asks_for_what_is_not_there_is_told(tmp_path: Path) -> None:
     llm = make_llm(journal=tmp_path / "journal")
-    with pytest.raises(InvalidInputError, match="no request 'x'"):
+    with pytest.raises(InvalidInputError, match="the journal has no request 'x'"):
         llm.stream(request_id="x")
-    with pytest.raises(InvalidInputError, match="no request 'x'"):
+    with pytest.raises(InvalidInputError, match="there is no journal, and no request 'x'"):
         make_llm().stream(request_id="x")
     with pytest.raises(InvalidInputError, match=r"^prompt: "):
         llm.stream()
@@ -154,6 +155,8 @@ def test_who_asks_for_what_is_not_there_is_told(tmp_path: Path) -> None:
         llm.stream([1], request_id="x")
     stream = llm.stream([1, 2], greedy(5, ignore_eos=True))
     name = next(stream).request_id
+    with pytest.raises(InvalidInputError, match="has not ended"):
+        llm.stream(request_id=name)
     again = resume(copy_journal(tmp_path / "journal", tmp_path / "copy"))
     for after in (-1, 1.5, [1, 2], []):
         with pytest.raises(InvalidInputError, match=r"^after: "):
@@ -426,6 +429,42 @@ def test_an_async_engine_waits_for_its_journal(tmp_path: Path) -> None:
             await engine.check_health()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_is_asked_to_answer_something_else_is_not_recorded(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=3, max_tokens=4))
+    assert llm._journal is not None
+    assert llm._journal.requests() == []
+
+
+def test_an_abort_is_recorded_at_once(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    stream = llm.stream([1, 2], greedy(9, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert resume(copy_journal(tmp_path / "journal", tmp_path / "copy")).resumed == []
+
+
+def test_two_engines_hand_over_to_one_file(tmp_path: Path) -> None:
+    streams = []
+    for _ in range(2):
+        llm = make_llm()
+        streams.append(llm.stream([1, 2], greedy(9, ignore_eos=True)))
+        next(streams[-1])
+        assert llm.checkpoint(tmp_path / "journal") == 1
+    outputs = resume(tmp_path / "journal").collect()
+    assert [output.outputs[0].token_ids for output in outputs] == [reference([1, 2], 9, ignore_eos=True)] * 2
+
+
+def test_a_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with make_llm(journal=tmp_path / "journal") as llm:
+        stream = llm.stream([1] * 30, greedy(9, ignore_eos=True))
+        name = next(stream).request_id
+    with pytest.raises(InvalidInputError, match=rf"^request {name} of the journal: prompt and max_tokens: 30 "):
+        resume(tmp_path / "journal", num_blocks=5)
+    assert resume(tmp_path / "journal").resumed == [name]
+    del stream
 
 
 def test_a_request_that_fails_is_not_tried_again(tmp_path: Path) -> None:

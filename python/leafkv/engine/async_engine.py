@@ -8,7 +8,6 @@ whatever way, ends its request.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
@@ -20,9 +19,8 @@ from leafkv.engine.engine_thread import EngineThread
 from leafkv.engine.journal import Journal
 from leafkv.engine.output_collector import OutputCollector
 from leafkv.engine.recorder import restore
-from leafkv.engine.resumed import Rest, existing, recorded_output
+from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
 from leafkv.engine.sampling_params import RequestOutputKind
-from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -244,13 +242,11 @@ class AsyncEngine:
     def _recorded(self, request_id: str) -> tuple[Request, RequestOutput]:
         record = None if self._journal is None else self._journal.request(request_id)
         if record is None or not record.finished:
-            raise InvalidInputError(f"request_id: the journal has no request {request_id!r} to be told")
+            raise not_there(request_id, record, self._journal)
         return recorded_output(self._router, record)
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int) -> Request:
-        # Drawn, not counted: it is nobody's who chose one, nor one of an earlier process.
-        name = secrets.token_hex(8) if request_id is None else request_id
-        return self._router.prepare(prompt, params, request_id=name, priority=priority, stream=True)
+        return self._router.prepare(prompt, params, request_id=request_id, priority=priority, stream=True)
 
 
 class _Subscription:

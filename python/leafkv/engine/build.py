@@ -159,7 +159,6 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         block_size=block_size,
         max_num_seqs=args.max_num_seqs,
         eos_token_ids=eos_token_ids,
-        unique_ids=args.journal is not None,
         has_priorities=args.scheduling_policy == "priority",
         model_name=name,
     )

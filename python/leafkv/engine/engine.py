@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from leafkv.errors import (
     HandedOverError,
     InvalidInputError,
     InvariantError,
+    JournalError,
     LeafKVError,
     QueueFullError,
     QueueTimeoutError,
@@ -149,7 +151,7 @@ class Engine:
         waiting = self.scheduler.num_waiting
         if self._max_waiting is not None and waiting >= self._max_waiting and not journaled:
             raise QueueFullError(f"{waiting} requests are waiting, which is as many as may (max_waiting)")
-        if self._recorder is not None and not journaled:
+        if self._recorder is not None and request.recorded and not journaled:
             self._recorder.admit(request)
         request.number = self._arrivals
         for sample in request.samples:
@@ -171,6 +173,8 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
+            with suppress(JournalError):  # the next step tries again, and says so
+                self._record()
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do or to report."""
@@ -191,7 +195,7 @@ class Engine:
             draft_tokens=self._draft_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self.scheduler.num_preemptions,
-            running=len(self.scheduler.running),
+            running=self.scheduler.running.num_requests,
             waiting=self.scheduler.num_waiting,
         )
 
@@ -349,7 +353,7 @@ class Engine:
                 self._take(sample, tokens[start : start + n], drawn)
                 continue
             sample.tokens.append(tokens[start])
-            if self._recorder is not None:
+            if self._recorder is not None and sample.request.recorded:
                 self._recorder.token(sample, sample.num_output_tokens - 1)
         for sample, token in drawn.firsts.items():
             if sample.finish_reason is None and sample.number >= 0:
@@ -368,7 +372,7 @@ class Engine:
                     self._generated_tokens -= 1
                     continue
                 reason = sample.take(token, logprobs)
-                if self._recorder is not None:
+                if self._recorder is not None and request.recorded:
                     self._recorder.token(sample, sample.num_output_tokens - 1)
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(request, "error", error)
@@ -409,7 +413,8 @@ class Engine:
         except Exception as error:  # the sample has ended all the same, and somebody waits to hear of it
             sample.finish_reason = "error"
             sample.request.error = sample.request.error or error
-        if self._recorder is not None and not isinstance(sample.request.error, HandedOverError):
+        request = sample.request
+        if self._recorder is not None and request.recorded and not isinstance(request.error, HandedOverError):
             self._recorder.end(sample)
 
     def _commit_each(

@@ -88,7 +88,8 @@ class GuideCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        self._library = require("llguidance", "guided")
+        self._library: Any = None
+        """llguidance, once it is needed."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(token for token in eos_token_ids if token < vocab_size)
@@ -115,6 +116,7 @@ class GuideCompiler:
             return guide.fork()
 
     def _make(self, params: StructuredOutputsParams) -> Guide:
+        self._library = require("llguidance", "guided")
         tokenizer = self._read_tokenizer()
         matcher = self._library.LLMatcher
         name = next(iter(params.to_dict()))

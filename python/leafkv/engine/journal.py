@@ -281,7 +281,7 @@ class Journal:
 
     def _open_connection(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise JournalError(f"journal {self.path}: closed, or this process was forked from the one that has it open")
+            raise JournalError(f"journal {self.path}: it was closed, by a checkpoint, say, or a fork")
         return self._connection
 
     def _load(self, identity: dict[str, str | int]) -> None:

@@ -18,12 +18,14 @@ from leafkv.engine.output_collector import merge
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.recorder import restore
-from leafkv.engine.resumed import Rest, existing, recorded_output
+from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
 from leafkv.engine.router import Message, Prompt, as_prompts, is_chat
 from leafkv.engine.sampling_params import BeamSearchParams, SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Self
 
     from leafkv.engine.request import Request
@@ -42,7 +44,7 @@ class LLM:
         num_blocks: size of the KV cache; None sizes it from free memory, and logs the figures.
         block_size: tokens per block.
         max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks.
-        max_num_seqs: requests that run at the same time at most; more wait.
+        max_num_seqs: samples that run at the same time at most, ``n`` for each request; more wait.
         max_model_len: tokens of a prompt and its answer at most; None for what the model was made for.
         enable_prefix_caching: whether prompts find the KV of prefixes computed before.
         partial_hits: whether they find it inside of blocks, too; what they share of a block is copied. On by default:
@@ -186,6 +188,14 @@ class LLM:
         with self._lock:
             self.engine.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -197,15 +207,19 @@ class LLM:
         """Answer prompts; the results are in their order.
 
         Args:
-            prompts: one or a list of: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``; a dict may
-                have a ``"cache_salt"``: only prompts of the same salt share their prefixes.
+            prompts: one or a list of: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, chat
+                messages; a dict may have a ``"cache_salt"``: only prompts of the same salt share their prefixes.
             sampling_params: for all prompts, or one per prompt.
             use_tqdm: show progress on a terminal, where `tqdm` is installed.
             priority: one per prompt; lower ones go first, with ``scheduling_policy="priority"``.
 
         Raises:
             InvalidInputError: a prompt is malformed or can never fit; nothing has run then.
-            Exception: what the model raised, if it did; the other requests of the call are then ended.
+            MissingExtraError: ``structured_outputs`` need the extra "guided".
+            QueueFullError: more prompts wait, those of this call included, than ``max_waiting``.
+            QueueTimeoutError: a prompt has waited for longer than ``queue_timeout``.
+            JournalError: the journal cannot be written.
+            Exception: what the model raised, if it did. The other requests of the call are then ended.
         """
         each_prompt = as_prompts(prompts)
         each_params = _each(sampling_params, len(each_prompt))
@@ -214,6 +228,9 @@ class LLM:
             self._router.prepare(prompt, params, priority=urgency)
             for prompt, params, urgency in zip(each_prompt, each_params, priorities, strict=True)
         ]
+        return self._answer(requests, use_tqdm=use_tqdm)
+
+    def _answer(self, requests: list[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
         try:
@@ -281,7 +298,7 @@ class LLM:
             return self._go_on(request, Rest(self._router, request, after))
         record = None if self._journal is None else self._journal.request(request_id)
         if record is None or not record.finished:
-            raise InvalidInputError(f"request_id: the journal has no request {request_id!r} to be told")
+            raise not_there(request_id, record, self._journal)
         request, output = recorded_output(self._router, record)
         return _told(Rest(self._router, request, after).of(output))
 
@@ -338,8 +355,8 @@ class LLM:
     def _next_logprobs(self, contexts: list[list[int]], count: int) -> list[dict[int, float]]:
         """The log-probabilities of the ``count`` likeliest tokens after each context, or of all (-1)."""
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, logprobs=count)
-        prompts = [{"prompt_token_ids": context} for context in contexts]
-        answers = [output.outputs[0] for output in self.generate(prompts, params, use_tqdm=False)]
+        requests = [self._router.prepare(context, params, recorded=False) for context in contexts]
+        answers = [output.outputs[0] for output in self._answer(requests, use_tqdm=False)]
         return [{token: entry.logprob for token, entry in (answer.logprobs or [{}])[0].items()} for answer in answers]
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from leafkv.engine.journal import Admission
 from leafkv.engine.logprobs import Logprob
 from leafkv.engine.sampling_params import RequestOutputKind, SamplingParams
+from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from leafkv.engine.journal import EndRow, Journal, JournaledRequest, TokenRow
@@ -94,7 +95,10 @@ def restore(router: Router, record: JournaledRequest) -> Request:
         output_kind=RequestOutputKind.DELTA,
     )
     priority = admission.priority if router.has_priorities else 0
-    request = router.prepare(prompt, params, request_id=admission.request_id, priority=priority, stream=True)
+    try:
+        request = router.prepare(prompt, params, request_id=admission.request_id, priority=priority, stream=True)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"request {admission.request_id} of the journal: {error}") from error
     for sample, tokens, logprobs in zip(request.samples, record.tokens, record.logprobs, strict=True):
         for token, packed in zip(tokens, logprobs, strict=True):
             sample.take(token, None if packed is None else _unpack(packed))

@@ -183,6 +183,8 @@ class Request:
     """What of the namespace is the tenant's."""
     priority: int = 0
     """Lower goes first, where the scheduler's policy is by priority."""
+    recorded: bool = True
+    """Whether the journal has it, where there is one: not what somebody asks only to answer something else."""
     stream: bool = False
     """Whether every token is reported, or the finished answer alone."""
 

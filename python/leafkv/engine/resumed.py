@@ -19,7 +19,7 @@ from leafkv.errors import InvalidInputError, JournalError, LeafKVError
 
 if TYPE_CHECKING:
     from leafkv.engine.detokenizer import Detokenizer
-    from leafkv.engine.journal import JournaledRequest
+    from leafkv.engine.journal import Journal, JournaledRequest
     from leafkv.engine.outputs import CompletionOutput
     from leafkv.engine.request import Request
     from leafkv.engine.router import Router
@@ -45,6 +45,14 @@ def recorded_output(router: Router, record: JournaledRequest) -> tuple[Request, 
     if record.error is not None:
         request.error = LeafKVError(record.error)
     return request, RequestOutput.of(request)
+
+
+def not_there(request_id: str, record: JournaledRequest | None, journal: Journal | None) -> InvalidInputError:
+    """What is said of a request that cannot be told."""
+    if record is not None:
+        return InvalidInputError(f"request_id: {request_id!r} has not ended, and somebody else is told of it")
+    where = "there is no journal, and" if journal is None else "the journal has"
+    return InvalidInputError(f"request_id: {where} no request {request_id!r}")
 
 
 class Rest:

@@ -57,7 +57,6 @@ class Router:
         max_num_seqs: samples that may run at the same time.
         eos_token_ids: tokens that end a sample, unless its parameters ignore them.
         has_priorities: whether requests may have any.
-        unique_ids: whether the ids that it gives are nobody's in other processes, too.
         model_name: what tells KV of this model from that of others, for prompts with a salt.
     """
 
@@ -72,7 +71,6 @@ class Router:
         max_num_seqs: int,
         eos_token_ids: frozenset[int] = frozenset(),
         has_priorities: bool = False,
-        unique_ids: bool = False,
         model_name: str = "model",
     ) -> None:
         self.tokenizer = tokenizer
@@ -83,8 +81,9 @@ class Router:
         self._max_num_seqs = max_num_seqs
         self._eos_token_ids = eos_token_ids
         self.has_priorities = has_priorities
-        self._unique_ids = unique_ids
         self._model_name = model_name
+        # So that ids are those of no other router either, in this process or another: journals outlive them.
+        self._name = secrets.token_hex(4)
         self._ids = itertools.count()
         self._guides = None if tokenizer is None else GuideCompiler(tokenizer, vocab_size, eos_token_ids)
 
@@ -96,6 +95,7 @@ class Router:
         request_id: str | None = None,
         priority: int = 0,
         stream: bool = False,
+        recorded: bool = True,
     ) -> Request:
         """Check and tokenize a prompt. Nothing is queued yet.
 
@@ -119,7 +119,7 @@ class Router:
         stop_ids = frozenset(params.stop_token_ids or ())
         params.check_vocabulary(self.vocab_size)
         request = Request(
-            request_id=self._new_id() if request_id is None else request_id,
+            request_id=f"{self._name}-{next(self._ids)}" if request_id is None else request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
@@ -132,13 +132,11 @@ class Router:
             namespace=b"" if salt is None else namespace(self._model_name, salt=salt),
             cache_salt=salt,
             priority=priority,
+            recorded=recorded,
             stream=stream and params.output_kind is not RequestOutputKind.FINAL_ONLY,
         )
         self._equip(request)
         return request
-
-    def _new_id(self) -> str:
-        return secrets.token_hex(8) if self._unique_ids else str(next(self._ids))
 
     def choose(self, replicas: Sequence[AnyReplica]) -> AnyReplica:
         """The engine that serves the next request: that with the fewest unfinished ones."""

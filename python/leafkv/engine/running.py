@@ -28,6 +28,7 @@ class Running:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
+        self.num_requests = 0
         self.version = 0
         """Changes whenever rows do."""
         self._columns = np.zeros((len(COLUMNS), 64), np.int64)
@@ -59,6 +60,7 @@ class Running:
         self._columns[:, at + more : before + more] = self._columns[:, at:before].copy()
         self._columns[:, at : at + more] = np.array(rows, np.int64).T
         self.samples[at:at] = samples
+        self.num_requests += 1
         self.version += 1
 
     def remove(self, request: Request) -> NDArray[np.int64]:
@@ -67,10 +69,11 @@ class Running:
         end = at
         while at > 0 and self.samples[at - 1].request is request:
             at -= 1
+        self.num_requests -= 1
         return self._cut(at, end)
 
     def remove_sample(self, sample: Sample) -> None:
-        """Take out one sample."""
+        """Take out one sample of a request that has others here."""
         row = self.row(sample)
         self._cut(row, row + 1)
 
