@@ -18,9 +18,10 @@ from leafkv.engine.build import Built, EngineArgs, build
 from leafkv.engine.engine_thread import EngineThread
 from leafkv.engine.journal import Journal
 from leafkv.engine.output_collector import OutputCollector
-from leafkv.engine.recorder import restore
+from leafkv.engine.recorder import restore_unfinished
 from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
 from leafkv.engine.sampling_params import RequestOutputKind
+from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,12 +69,12 @@ class AsyncEngine:
 
         Raises:
             JournalError: the journal is damaged, in use, or of another model.
-            InvalidInputError: an option is malformed, or a request does not fit.
+            InvalidInputError: an option is malformed.
         """
         built = build(model, EngineArgs(**options, journal=existing(path)))
         assert built.journal is not None
         engine = cls.__new__(cls)
-        engine._start(built, [restore(built.router, record) for record in built.journal.unfinished()])
+        engine._start(built, restore_unfinished(built.router, built.journal))
         return engine
 
     def _start(self, built: Built, resumed: Iterable[Request] = ()) -> None:
@@ -103,7 +104,8 @@ class AsyncEngine:
         Args:
             prompt: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}`` or chat messages.
             sampling_params: None for the defaults.
-            request_id: a name, for :meth:`abort`, that no other unfinished request has; None makes one.
+            request_id: a name, for :meth:`abort`, that no other unfinished request has, nor one that the journal still
+                has; None makes one.
             priority: lower ones go first, with ``scheduling_policy="priority"``.
 
         Raises:
@@ -143,9 +145,7 @@ class AsyncEngine:
             EngineDeadError: the engine was shut down, or has died.
             Exception: what ended the request.
         """
-        collector = OutputCollector(delta=True)
-        attach = partial(_attach, self._thread, request_id, collector)
-        request = await asyncio.wrap_future(self._thread.ask(attach))
+        request = await asyncio.wrap_future(self._thread.ask(partial(_resumed, self._thread, request_id)))
         if request is None:
             ended, output = await asyncio.to_thread(self._recorded, request_id)
             rest = Rest(self._router, ended, after).of(output)
@@ -154,9 +154,12 @@ class AsyncEngine:
             if rest is not None:
                 yield rest
             return
+        cut, collector = Rest(self._router, request, after), OutputCollector(delta=True)
+        attach = partial(_attach, self._thread, request_id, collector)
+        if await asyncio.wrap_future(self._thread.ask(attach)) is None:
+            raise InvalidInputError(f"request_id: somebody else has asked for {request_id!r}")
         subscription = _Subscription(self._thread, request)
         try:
-            cut = Rest(self._router, request, after)
             finished = False
             while not finished:
                 output = await collector.get()
@@ -219,6 +222,9 @@ class AsyncEngine:
     def shutdown(self) -> None:
         """Stop after the step that is being made; whoever still waits for an answer gets an EngineDeadError.
 
+        With a journal, unfinished requests stay in it. Those of consumers that were cancelled before have ended:
+        :meth:`checkpoint` comes first where they are to go on elsewhere.
+
         In a coroutine ``async with`` is better, or ``asyncio.to_thread``: this waits for the step.
         """
         self._thread.shutdown()
@@ -266,6 +272,10 @@ class _Subscription:
 
 def _abort(request_id: str, engine: Engine) -> None:
     engine.abort_request(request_id)
+
+
+def _resumed(thread: EngineThread, request_id: str, _: Engine) -> Request | None:
+    return thread.resumed(request_id)
 
 
 def _attach(thread: EngineThread, request_id: str, collector: OutputCollector, _: Engine) -> Request | None:

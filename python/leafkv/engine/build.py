@@ -162,7 +162,7 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         has_priorities=args.scheduling_policy == "priority",
         model_name=name,
     )
-    identity = identity_of(loaded)
+    identity = identity_of(loaded, kv_dtype)
     journal = None if args.journal is None else Journal(args.journal, identity)
     engine = Engine(
         loaded.model,
@@ -183,13 +183,14 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
     return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded, identity, journal)
 
 
-def identity_of(loaded: LoadedModel) -> dict[str, str | int]:
+def identity_of(loaded: LoadedModel, kv_cache_dtype: str) -> dict[str, str | int]:
     """What a journal belongs to: requests go on to the same tokens with this model alone."""
     config = loaded.config
     return {
         "model": getattr(loaded, "name", "model"),
         "dtype": getattr(loaded, "dtype", "float32"),
         "quantization": getattr(loaded, "quantization", None) or "none",
+        "kv_cache_dtype": kv_cache_dtype,
         "vocab_size": config.vocab_size,
         "num_layers": config.num_layers,
         "instruction_set": instruction_set(),

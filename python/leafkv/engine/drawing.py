@@ -142,7 +142,12 @@ def follow(
     tokens: list[int] = []
     try:
         for row, plain, draft in zip(rows, ahead, [*drafts, None], strict=True):
-            token = draw_one(row, plain, sample, drawn, decode)
+            try:
+                token = draw_one(row, plain, sample, drawn, decode)
+            except Exception:
+                if not tokens:
+                    raise
+                break  # perhaps the sample ends before that token; otherwise the next step says so
             tokens.append(token)
             if token != draft or token in sample.request.stop_ids:
                 break
@@ -175,7 +180,8 @@ def note_prompt(request: Request, first: int, logits: NDArray[np.float32], decod
     if noted is None or k is None:
         return
     known = len(noted)
-    following = request.prompt_token_ids[known : first + 1 + len(logits)]
+    prompt = request.samples[0].tokens[: request.num_prompt_tokens]
+    following = prompt[known : first + 1 + len(logits)].tolist()
     start = known - 1 - first
     rows = logits[start : start + len(following)]
     noted += prompt_logprobs(rows, following, k, decode)

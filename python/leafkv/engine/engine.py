@@ -9,6 +9,7 @@ kernel) is the error of all requests of the step. Not safe for use by several th
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Engine:
         self._decode = decode
         self._recorder = None if journal is None else Recorder(journal)
         self._requests: dict[str, Request] = {}
-        self._queued: dict[Request, None] = {}
+        self._queued: OrderedDict[Request, None] = OrderedDict()
         """Requests that were never admitted, oldest first, where they may wait but for a while."""
         self._news: dict[Request, None] = {}
         """Requests of which the step, or an abort before it, has something to report."""
@@ -159,7 +160,7 @@ class Engine:
             self._arrivals += 1
         request.metrics.arrival_time = time.monotonic()
         self._requests[request.request_id] = request
-        if self._queue_timeout is not None:
+        if self._queue_timeout is not None and not journaled:
             self._queued[request] = None
         self.scheduler.add(request)
         if journaled:  # it has tokens that nobody here has heard of
@@ -220,38 +221,43 @@ class Engine:
         """Hand all unfinished requests over to whoever opens the journal: here they end with a `HandedOverError`.
 
         Args:
-            journal: where to; by default the engine's own, which is closed then. It takes no more requests after that.
+            journal: where to, and closed in the end; by default the engine's own, which takes no more requests then.
 
         Returns:
-            How many requests were handed over.
+            How many requests were handed over. Those that have ended stay where they are.
 
         Raises:
-            InvalidInputError: there is no journal.
+            InvalidInputError: there is no journal, or a request cannot be written down.
             JournalError: they could not be written; nothing has changed.
         """
-        requests = [*self._requests.values()]
+        own = self._recorder
+        requests = [request for request in self._requests.values() if request.recorded]
         if journal is not None:
-            recorder = Recorder(journal)
-            for request in requests:
-                recorder.copy(request)
-            recorder.flush()
-            journal.close()
-        elif self._recorder is not None:
-            self._record()
+            with journal:
+                recorder = Recorder(journal)
+                for request in requests:
+                    recorder.copy(request)
+                recorder.flush()
+        elif own is not None:
+            own.flush()
+            self._recorder = None  # that they end here is not what the journal says
         else:
             raise InvalidInputError("path: expected where to, as the engine has no journal")
-        for request in requests:
+        for request in [*self._requests.values()]:
             error = HandedOverError(f"request {request.request_id} was handed over, by a checkpoint")
             self._finish(request, "abort", error)
-        if journal is None and self._recorder is not None:
-            self._recorder.journal.close()
+        self._recorder = own
+        if journal is None:
+            self.close()
         return len(requests)
 
     def close(self) -> None:
         """Write what is left, and let go of the journal. Unfinished requests stay in it."""
         if self._recorder is not None:
-            self._record()
-            self._recorder.journal.close()
+            try:
+                self._record()
+            finally:
+                self._recorder.journal.close()
 
     def _record(self) -> None:
         if self._recorder is not None:
@@ -262,15 +268,14 @@ class Engine:
         limit = self._queue_timeout
         while limit is not None and self._queued:
             request = next(iter(self._queued))
+            if request.metrics.first_scheduled_time is not None:
+                del self._queued[request]
+                continue
             waited = time.monotonic() - (request.metrics.arrival_time or 0.0)
-            if request.metrics.first_scheduled_time is None and not request.finished:
-                if waited < limit:
-                    return
-                what = (
-                    f"request {request.request_id} has waited for {waited:.1f} s, and may for {limit:g} (queue_timeout)"
-                )
-                self._finish(request, "error", QueueTimeoutError(what))
-            self._queued.pop(request, None)
+            if waited < limit:
+                return
+            what = f"request {request.request_id} has waited for {waited:.1f} s, and may for {limit:g} (queue_timeout)"
+            self._finish(request, "error", QueueTimeoutError(what))
 
     def _run(self, work: Work) -> None:
         self._steps += 1
@@ -325,12 +330,14 @@ class Engine:
             scheduler.commit(work, written, drawn.tokens, drawn.new)
         except Exception:  # whatever it is, it may be one request's alone
             work, drawn, written = self._commit_each(work, drawn, written)
+        scheduler.drop_drafts(work, written)
         if work.prefills:
             prompts = scheduler.running.column(PROMPT)[work.rows]
             ends = np.minimum(work.computed + written, prompts) - np.minimum(work.computed, prompts)
             self._computed_prompt_tokens += int(ends.sum())
         self._now = time.monotonic()
-        scheduler.bear(drawn.firsts)
+        for request, error in scheduler.bear(drawn.firsts).items():
+            self._finish(request, "error", error)
         self._take_all(work, drawn)
 
     def _take_all(self, work: Work, drawn: Drawn) -> None:
@@ -353,34 +360,42 @@ class Engine:
                 self._take(sample, tokens[start : start + n], drawn)
                 continue
             sample.tokens.append(tokens[start])
-            if self._recorder is not None and sample.request.recorded:
-                self._recorder.token(sample, sample.num_output_tokens - 1)
+            if self._recorder is not None:
+                self._note_tokens(sample, sample.num_output_tokens - 1)
         for sample, token in drawn.firsts.items():
-            if sample.finish_reason is None and sample.number >= 0:
+            if sample.finish_reason is None:
                 self._generated_tokens += 1
                 self._take(sample, [token], drawn)
 
     def _take(self, sample: Sample, tokens: list[int], drawn: Drawn) -> None:
         """Give a sample tokens, one after another, until one ends it."""
         request = sample.request
+        if sample.finish_reason is not None:  # what failed in another sample has ended it just now
+            return
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = self._now
+        reason, known = None, sample.num_output_tokens
         try:
-            reason = None
             for token, logprobs in zip_longest(tokens, drawn.logprobs.get(sample, ())):
                 if reason is not None:
                     self._generated_tokens -= 1
                     continue
                 reason = sample.take(token, logprobs)
-                if self._recorder is not None and request.recorded:
-                    self._recorder.token(sample, sample.num_output_tokens - 1)
         except Exception as error:  # whatever it is, it is this request's alone
+            self._note_tokens(sample, known)
             self._finish(request, "error", error)
             return
+        self._note_tokens(sample, known)
         if reason is not None:
             self._finish_sample(sample, reason)
         if request.stream:
             self._news[request] = None
+
+    def _note_tokens(self, sample: Sample, known: int) -> None:
+        """The journal gets the tokens of a sample after the first ``known`` generated ones."""
+        if self._recorder is not None and sample.request.recorded:
+            for position in range(known, sample.num_output_tokens):
+                self._recorder.token(sample, position)
 
     def _finish_sample(self, sample: Sample, reason: FinishReason) -> None:
         """End one sample, and the request with the last one."""
@@ -403,7 +418,6 @@ class Engine:
             sample.finish_reason = reason
             self._end(sample)
         request.metrics.finished_time = time.monotonic()
-        request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
         self._news[request] = None
 
     def _end(self, sample: Sample) -> None:
@@ -414,7 +428,7 @@ class Engine:
             sample.finish_reason = "error"
             sample.request.error = sample.request.error or error
         request = sample.request
-        if self._recorder is not None and request.recorded and not isinstance(request.error, HandedOverError):
+        if self._recorder is not None and request.recorded:
             self._recorder.end(sample)
 
     def _commit_each(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sqlite3
 import threading
 import time
 import weakref
@@ -107,6 +108,11 @@ class EngineThread:
         consumer = _Consumer(request, weakref.ref(collector))
         self._submit(_Command(partial(self._add, consumer), partial(_fail, consumer)))
 
+    def resumed(self, request_id: str) -> Request | None:
+        """A request that has come back from the journal, and that no consumer has come for."""
+        request, _ = self._resumed.get(request_id, (None, None))
+        return request
+
     def attach(self, request_id: str, collector: OutputCollector) -> Request | None:
         """Let a consumer have what a resumed request gives, from its first token on; None if there is no such request.
 
@@ -116,7 +122,7 @@ class EngineThread:
         if found is None:
             return None
         request, output = found
-        if not request.finished:
+        if output is None or not output.finished:  # what has ended in the engine may still be to be told
             self._consumers[request_id] = _Consumer(request, weakref.ref(collector))
         if output is not None and collector.put(output):
             _wake([collector])
@@ -173,6 +179,8 @@ class EngineThread:
         try:
             outputs = self._engine.step()
         except JournalError as error:
+            if not isinstance(error.__cause__, sqlite3.Error):  # a bug, and not something that passes
+                raise
             if self._trouble is None:
                 log.logger.warning("requests wait until the journal can be written: %s", error)
             self._trouble = error

@@ -17,10 +17,10 @@ from leafkv.engine.journal import Journal
 from leafkv.engine.output_collector import merge
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.progress import progress_bar
-from leafkv.engine.recorder import restore
+from leafkv.engine.recorder import restore_unfinished
 from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
 from leafkv.engine.router import Message, Prompt, as_prompts, is_chat
-from leafkv.engine.sampling_params import BeamSearchParams, SamplingParams
+from leafkv.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from leafkv.errors import InvalidInputError, InvariantError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class LLM:
         self._tokenizer = built.tokenizer
         self._eos_token_ids = built.eos_token_ids
         self._lock = threading.Lock()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._inboxes: dict[str, _Inbox] = {}
         self._dropped: deque[str] = deque()
         self._identity = built.identity
         self._journal = built.journal
@@ -128,8 +128,9 @@ class LLM:
     def resume(cls, path: str | Path, model: str | Path | LoadedModel | None = None, **options: Any) -> Self:
         """An `LLM` with the journal at ``path``, which goes on with the requests that had not ended there.
 
-        They give the tokens that they would have given. Ask for them with :meth:`stream` or :meth:`collect`: as
-        everything here, they make progress when somebody waits for an answer.
+        They give the tokens that they would have given. One that does not fit is logged, and stays there. Ask for
+        them with :meth:`stream` or :meth:`collect`: as everything here, they make progress when somebody waits for an
+        answer.
 
         Args:
             path: the journal of an `LLM` or `AsyncEngine` that is gone, or that a checkpoint has written.
@@ -138,14 +139,13 @@ class LLM:
 
         Raises:
             JournalError: the journal is damaged, in use, or of another model.
-            InvalidInputError: an option is malformed, or a request does not fit.
+            InvalidInputError: an option is malformed.
         """
         llm = cls(model, **options, journal=existing(path))
         assert llm._journal is not None
-        for record in llm._journal.unfinished():
-            request = restore(llm._router, record)
+        for request in restore_unfinished(llm._router, llm._journal):
             llm._resumed[request.request_id] = request
-            llm._inboxes[request.request_id] = deque()
+            llm._inboxes[request.request_id] = _Inbox(delta=True)
             llm.engine.add_request(request, journaled=True)
         return llm
 
@@ -157,14 +157,17 @@ class LLM:
     def collect(self) -> list[RequestOutput]:
         """The whole answers of all :attr:`resumed` requests, in the order in which they came once.
 
-        Raises:
-            Exception: what ended one of them.
+        One that has failed is among them, with what ended it as its ``error``.
         """
-        outputs = []
-        for request_id in self.resumed:
-            answer, *more = self.stream(request_id=request_id)
-            outputs.append(reduce(partial(merge, delta=True), more, answer))
-        return outputs
+        requests = [self._resumed.pop(request_id) for request_id in self.resumed]
+        inboxes = [self._inboxes[request.request_id] for request in requests]
+        try:
+            for inbox in inboxes:
+                while not (inbox.outputs and inbox.outputs[-1].finished):
+                    self._advance()
+        finally:
+            self._drop(requests)
+        return [reduce(partial(merge, delta=True), inbox.outputs) for inbox in inboxes]
 
     def checkpoint(self, path: str | Path | None = None) -> int:
         """Hand all unfinished requests over to whoever resumes from the journal; return how many those are.
@@ -231,7 +234,7 @@ class LLM:
         return self._answer(requests, use_tqdm=use_tqdm)
 
     def _answer(self, requests: list[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        inbox: deque[RequestOutput] = deque()
+        inbox = _Inbox()
         finished: dict[str, RequestOutput] = {}
         try:
             for request in requests:
@@ -360,7 +363,7 @@ class LLM:
         return [{token: entry.logprob for token, entry in (answer.logprobs or [{}])[0].items()} for answer in answers]
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:
-        inbox: deque[RequestOutput] = deque()
+        inbox = _Inbox(delta=request.params.output_kind is RequestOutputKind.DELTA)
         try:
             self._add(request, inbox)
             while True:
@@ -385,23 +388,27 @@ class LLM:
         finally:
             self._drop([request])
 
-    def _add(self, request: Request, inbox: deque[RequestOutput]) -> None:
+    def _add(self, request: Request, inbox: _Inbox) -> None:
         with self._lock, interrupts_deferred():
             self._router.choose((self.engine,)).add_request(request)
             self._inboxes[request.request_id] = inbox
         self._abort_dropped()
 
-    def _next(self, inbox: deque[RequestOutput]) -> RequestOutput:
+    def _next(self, inbox: _Inbox) -> RequestOutput:
         """The next output for an inbox, after as many steps as it takes; they serve all requests alike."""
-        while not inbox:
-            with self._lock, interrupts_deferred():
-                if not inbox:  # another thread's step may have filled it
-                    self._step()
-            self._abort_dropped()
-        output = inbox.popleft()
+        while not inbox.outputs:
+            self._advance(inbox)
+        output = inbox.outputs.popleft()
         if output.error is not None:
             raise output.error
         return output
+
+    def _advance(self, inbox: _Inbox | None = None) -> None:
+        """Make a step, unless another thread's has filled the inbox."""
+        with self._lock, interrupts_deferred():
+            if inbox is None or not inbox.outputs:
+                self._step()
+        self._abort_dropped()
 
     def _step(self) -> None:
         if not self.engine.has_unfinished_requests():
@@ -409,7 +416,7 @@ class LLM:
         for output in self.engine.step():
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
-                inbox.append(output)
+                inbox.put(output)
 
     def _drop(self, requests: list[Request]) -> None:
         """End requests that have not ended, and forget them."""
@@ -431,6 +438,23 @@ class LLM:
                         self.engine.abort_request(self._dropped.popleft())
                 finally:
                     self._lock.release()
+
+
+MOST_UNREAD = 64
+"""Outputs of a stream that wait for who reads it: what comes after them is merged, as each may hold the whole answer."""
+
+
+class _Inbox:
+    """What waits for somebody, while others make the steps."""
+
+    def __init__(self, *, delta: bool = False) -> None:
+        self.outputs: deque[RequestOutput] = deque()
+        self._delta = delta
+
+    def put(self, output: RequestOutput) -> None:
+        if len(self.outputs) >= MOST_UNREAD and self.outputs[-1].request_id == output.request_id:
+            output = merge(self.outputs.pop(), output, delta=self._delta)
+        self.outputs.append(output)
 
 
 def _told(output: RequestOutput | None) -> Iterator[RequestOutput]:

@@ -57,8 +57,8 @@ class RequestOutput:
 
     ``outputs`` are its samples; of a stream of deltas those that have something new. ``num_cached_tokens`` of the
     prompt's tokens came from the prefix cache when the request was first admitted. ``prompt_logprobs`` has an entry a
-    prompt token, None for the first. ``error`` is what ended it, with ``finish_reason`` "error": `LLM` and
-    `AsyncEngine` raise it where the answer is awaited.
+    prompt token, None for the first. ``metrics`` are those of now, whenever they are read. ``error`` is what ended it,
+    with ``finish_reason`` "error": `LLM` and `AsyncEngine` raise it where the answer is awaited.
     """
 
     request_id: str
@@ -77,6 +77,8 @@ class RequestOutput:
         samples = request.samples
         if request.params.output_kind is RequestOutputKind.DELTA:
             samples = [sample for sample in samples if has_news(sample)]
+        request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
+        prompt_logprobs = request.prompt_logprobs
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -85,7 +87,7 @@ class RequestOutput:
             finished=request.finished,
             num_cached_tokens=request.metrics.num_cached_tokens,
             metrics=request.metrics,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.copy(),
             error=request.error,
         )
 

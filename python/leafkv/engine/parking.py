@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ class Parking:
         self._leaders: dict[Request, int] = {}
         self._waiters: dict[int, list[tuple[int, int, Request]]] = {}
         """By leader, a heap: how many tokens it must have committed, and who waits for that."""
-        self._places = itertools.count()
+        self.places: dict[int, tuple[int, int]] = {}
+        """By leader: rank and urgency of the most urgent ones that wait, or have waited, for it."""
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._leaders)
@@ -34,15 +36,13 @@ class Parking:
     def __contains__(self, request: Request) -> bool:
         return request in self._leaders
 
-    def items(self) -> ItemsView[Request, int]:
-        """Each request and its leader."""
-        return self._leaders.items()
-
     def add(self, request: Request, answer: WaitFor) -> None:
         """Let a request wait for what the KV manager has named."""
         self._leaders[request] = answer.leader
-        entry = (answer.tokens, next(self._places), request)
+        entry = (answer.tokens, next(self._numbers), request)
         heapq.heappush(self._waiters.setdefault(answer.leader, []), entry)
+        rank, urgency = self.places.get(answer.leader, (request.rank, request.urgency))
+        self.places[answer.leader] = min(rank, request.rank), min(urgency, request.urgency)
 
     def discard(self, request: Request) -> bool:
         """Let a request go, if it is here; whether it was."""
@@ -53,10 +53,10 @@ class Parking:
         for leader in [*self._waiters]:
             waiters, reached = self._waiters[leader], committed(leader)
             while waiters and waiters[0][0] <= reached and most:
-                most -= 1
                 request = heapq.heappop(waiters)[2]
                 if self._leaders.get(request) == leader:  # otherwise it has left, and perhaps come back
                     del self._leaders[request]
+                    most -= 1
                     yield request
             if not waiters:
-                del self._waiters[leader]
+                del self._waiters[leader], self.places[leader]

@@ -10,9 +10,10 @@ What a failed write (a full disk) could not take is kept, and goes first into th
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from leafkv import log
 from leafkv.engine.journal import Admission
 from leafkv.engine.logprobs import Logprob
 from leafkv.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -33,6 +34,7 @@ class Recorder:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
+        self._admitted: list[Admission] = []
         self._tokens: list[TokenRow] = []
         self._ended: list[EndRow] = []
 
@@ -46,8 +48,12 @@ class Recorder:
         self.journal.write(admitted=[_admission(request)])
 
     def copy(self, request: Request) -> None:
-        """Note all of a request that nobody has written yet, its tokens so far included."""
-        self.admit(request)
+        """Note all of a request, its tokens so far included.
+
+        Raises:
+            InvalidInputError: its parameters cannot be written down.
+        """
+        self._admitted.append(_admission(request))
         for sample in request.samples:
             for position in range(sample.num_output_tokens):
                 self.token(sample, position)
@@ -73,9 +79,9 @@ class Recorder:
         Raises:
             JournalError: nothing was written; the next flush tries again.
         """
-        if self._tokens or self._ended:
-            self.journal.write(tokens=self._tokens, ended=self._ended)
-            self._tokens, self._ended = [], []
+        if self._admitted or self._tokens or self._ended:
+            self.journal.write(admitted=self._admitted, tokens=self._tokens, ended=self._ended)
+            self._admitted, self._tokens, self._ended = [], [], []
 
 
 def restore(router: Router, record: JournaledRequest) -> Request:
@@ -106,14 +112,29 @@ def restore(router: Router, record: JournaledRequest) -> Request:
             reason, stop_reason = record.ended[sample.index]
             sample.finish_reason, sample.stop_reason = reason, stop_reason  # type: ignore[assignment]
             sample.end_text()
+        request.metrics.num_earlier_tokens += len(tokens)
     return request
+
+
+def restore_unfinished(router: Router, journal: Journal) -> list[Request]:
+    """The requests that have not ended, in their order. Those that do not fit stay in the journal, and are logged."""
+    requests = (_restored(router, record) for record in journal.unfinished())
+    return [request for request in requests if request is not None]
+
+
+def _restored(router: Router, record: JournaledRequest) -> Request | None:
+    try:
+        return restore(router, record)
+    except Exception as error:
+        log.logger.warning("not resumed, and still in the journal: %s", error)
+        return None
 
 
 def _admission(request: Request) -> Admission:
     return Admission(
         request_id=request.request_id,
         prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=request.samples[0].tokens[: request.num_prompt_tokens].tolist(),
         params=request.params.to_dict(),
         seed=request.seed,
         priority=request.priority,
@@ -123,7 +144,7 @@ def _admission(request: Request) -> Admission:
 
 
 def _pack(logprobs: dict[int, Logprob]) -> str:
-    return json.dumps([[token, *asdict(logprob).values()] for token, logprob in logprobs.items()])
+    return json.dumps([[token, one.logprob, one.rank, one.decoded_token] for token, one in logprobs.items()])
 
 
 def _unpack(packed: str) -> dict[int, Logprob]:

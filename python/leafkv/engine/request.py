@@ -39,6 +39,8 @@ class RequestMetrics:
     """Prompt tokens that came from the prefix cache when the request was first admitted."""
     num_generated_tokens: int = 0
     """Of all samples."""
+    num_earlier_tokens: int = 0
+    """Those of them that another process has generated, see `LLM.resume`."""
     num_draft_tokens: int = 0
     """Tokens that speculation proposed."""
     num_accepted_tokens: int = 0
@@ -58,7 +60,8 @@ class RequestMetrics:
     def time_per_output_token(self) -> float | None:
         """Seconds a token after the first, once the request has ended; of all samples together."""
         took = _between(self.first_token_time, self.finished_time)
-        return None if took is None or self.num_generated_tokens < 2 else took / (self.num_generated_tokens - 1)
+        more = self.num_generated_tokens - self.num_earlier_tokens - 1
+        return None if took is None or more < 1 else took / more
 
 
 def _between(start: float | None, end: float | None) -> float | None:
@@ -94,7 +97,7 @@ class Sample:
     """What a stream of deltas has had of it."""
 
     def __post_init__(self) -> None:
-        self.tokens = array("i", self.request.prompt_token_ids)
+        self.tokens = array("i", self.request.prompt_token_ids)  # that list is in others' hands, too
         if self.params.logprobs is not None:
             self.logprobs, self.cumulative_logprob = [], 0.0
 
@@ -106,7 +109,7 @@ class Sample:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+        return self.request.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -191,8 +194,11 @@ class Request:
     samples: list[Sample] = field(init=False, repr=False)
     number: int = -1
     """Order of arrival. The engine sets it."""
+    num_prompt_tokens: int = field(init=False)
     rank: int = 0
     """Lower goes first; of equals the older. The scheduler sets it."""
+    urgency: int = 0
+    """The priority, or that of a request that waits for this one. The scheduler sets it."""
     status: Status = Status.WAITING
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = None
@@ -200,8 +206,8 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.metrics.num_prompt_tokens = len(self.prompt_token_ids)
         self.samples = [Sample(self, index, (self.seed + index) % 2**64) for index in range(self.params.n)]
-        self.metrics.num_prompt_tokens = len(self.prompt_token_ids)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing comes before the first token
 
@@ -230,4 +236,4 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Whether a prefix hit serves it: logprobs of the prompt need all of it computed, once."""
-        return self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.prompt_token_ids)
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens

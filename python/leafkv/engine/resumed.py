@@ -42,6 +42,7 @@ def recorded_output(router: Router, record: JournaledRequest) -> tuple[Request, 
     """A request that has ended, and all that it gave."""
     request = restore(router, record)
     request.status = Status.FINISHED
+    request.prompt_logprobs = None  # the journal does not have them
     if record.error is not None:
         request.error = LeafKVError(record.error)
     return request, RequestOutput.of(request)

@@ -177,7 +177,10 @@ class Router:
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
                 return self._tokenize(prompt["prompt"])
             if keys in ({"prompt_token_ids"}, {"prompt_token_ids", "prompt"}):
-                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
+                text = prompt.get("prompt")
+                if text is not None and not isinstance(text, str):
+                    raise InvalidInputError(f"prompt: expected text beside 'prompt_token_ids', got {_shown(text)}")
+                return text, self._check_ids(prompt["prompt_token_ids"])
             raise InvalidInputError(
                 f"prompt: expected a dict with the text 'prompt' or with 'prompt_token_ids', got {_shown(prompt)}"
             )

@@ -8,7 +8,6 @@ Rows come and go when requests do; a step of decoding changes numbers alone.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,34 +47,61 @@ class Running:
         """The running requests, in order of service."""
         return [*dict.fromkeys(sample.request for sample in self.samples)]
 
-    def insert(self, request: Request, rows: Sequence[Sequence[int]]) -> None:
-        """Put in the live samples of a request, each with its row of columns."""
+    def insert(self, request: Request, computed: int) -> int:
+        """Put in the live samples of a request: the first has ``computed`` tokens with KV, the others are to be born.
+
+        Returns the row of the first.
+        """
         samples = request.live
-        before, more = len(self.samples), len(samples)
+        rows = np.zeros((len(samples), len(COLUMNS)), np.int64)
+        rows[:, NUMBER] = [sample.number for sample in samples]
+        rows[:, PROMPT] = request.num_prompt_tokens
+        rows[:, KNOWN] = [len(sample.tokens) for sample in samples]
+        rows[:, LIMIT] = request.num_prompt_tokens + request.max_tokens
+        rows[:, LAST] = [sample.tokens[-1] for sample in samples]
+        rows[:, EOS] = not request.params.ignore_eos
+        rows[:, PLAIN] = request.params.plain
+        rows[:, GREEDY] = request.params.greedy
+        rows[:, WATCHED] = request.watched
+        rows[0, [COMPUTED, BORN]] = computed, True
+        self.num_requests += 1
+        return self._put(request, rows)
+
+    def move(self, request: Request, rank: int, urgency: int) -> None:
+        """Give a request another place in the order of service."""
+        rows = self._take(request)
+        request.rank, request.urgency = rank, urgency
+        self._put(request, rows)
+
+    def remove(self, request: Request) -> NDArray[np.int64]:
+        """Take out all samples of a request; return their columns, one row each."""
+        self.num_requests -= 1
+        return self._take(request)
+
+    def remove_sample(self, sample: Sample) -> None:
+        """Take out one sample of a request that has others here."""
+        row = self.row(sample)
+        self._cut(row, row + 1)
+
+    def _put(self, request: Request, rows: NDArray[np.int64]) -> int:
+        before, more = len(self.samples), len(rows)
         at = bisect(self.samples, request.order, key=lambda sample: sample.request.order)
         if before + more > self._columns.shape[1]:
             wider = np.zeros((len(self._columns), 2 * (before + more)), np.int64)
             wider[:, :before] = self._columns[:, :before]
             self._columns = wider
         self._columns[:, at + more : before + more] = self._columns[:, at:before].copy()
-        self._columns[:, at : at + more] = np.array(rows, np.int64).T
-        self.samples[at:at] = samples
-        self.num_requests += 1
+        self._columns[:, at : at + more] = rows.T
+        self.samples[at:at] = request.live
         self.version += 1
+        return at
 
-    def remove(self, request: Request) -> NDArray[np.int64]:
-        """Take out all samples of a request; return their columns, one row each."""
-        at = bisect(self.samples, request.order, key=lambda sample: sample.request.order)
-        end = at
+    def _take(self, request: Request) -> NDArray[np.int64]:
+        end = bisect(self.samples, request.order, key=lambda sample: sample.request.order)
+        at = end
         while at > 0 and self.samples[at - 1].request is request:
             at -= 1
-        self.num_requests -= 1
         return self._cut(at, end)
-
-    def remove_sample(self, sample: Sample) -> None:
-        """Take out one sample of a request that has others here."""
-        row = self.row(sample)
-        self._cut(row, row + 1)
 
     def _cut(self, start: int, end: int) -> NDArray[np.int64]:
         count = len(self.samples)

@@ -90,7 +90,7 @@ class Scheduler:
         self._queue = WaitingByPrefix(self._lookup, lambda: self._step) if by_prefix else Waiting()
         self._parking = Parking()
         self._own: dict[Request, tuple[int, int]] = {}
-        """Leaders to whom a more urgent waiter has lent its place, and the rank and priority that are their own."""
+        """Leaders to whom a more urgent waiter has lent its place, and the rank and urgency that are their own."""
         self.forking: dict[Request, None] = {}
         """Running requests of which only the first live sample has a sequence."""
         self.thorough: dict[Request, None] = {}
@@ -108,6 +108,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Take a new request. It must fit the pool: the router has checked that."""
+        request.urgency = request.priority
         if self.policy == "priority":
             request.rank = self._step + request.priority * AGING
         elif self.policy == "prefix":
@@ -129,17 +130,20 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Release the blocks of a running request and let it wait again, before all that come after it."""
-        self._stop(request)
-        request.status = Status.WAITING
+        self._send_back(request)
         request.metrics.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _send_back(self, request: Request) -> None:
+        self._stop(request)
+        request.status = Status.WAITING
         self._queue.add(request)
 
     def _stop(self, request: Request) -> None:
         for row in self.running.remove(request):
             if row[BORN]:
                 self.manager.release(int(row[NUMBER]))
-        request.rank, request.priority = self._own.pop(request, (request.rank, request.priority))
+        request.rank, request.urgency = self._own.pop(request, (request.rank, request.urgency))
         self.forking.pop(request, None)
         self.thorough.pop(request, None)
 
@@ -148,18 +152,20 @@ class Scheduler:
         self._step += 1
         for request in self._parking.wake(self._committed, LOOKS):
             self._queue.add(request)
+        started: list[Request] = []
         if self.policy == "priority":
-            if len(self._parking) or self._own:
+            if self._parking.places or self._own:
                 self._lend()
-            if len(self._queue):
-                self._make_way()
+            self._make_way(started)
         running = self.running
         counts, drafts = self._share_out()
         preemptions = self.num_preemptions
         copies: list[NDArray[np.int32]] = []
         counts = self._reserve(counts, drafts, copies)
         if self.num_preemptions == preemptions and len(self._queue):
-            counts = self._admit(counts)
+            counts = self._admit(counts, started)
+        for request in started:
+            self._count(request, counts)
         rows: slice | NDArray[np.int64]
         if counts.all():
             rows, samples = slice(0, len(running)), running.samples.copy()
@@ -217,32 +223,48 @@ class Scheduler:
             last = running.column(LAST)[rows]
             last[new > 0] = tokens[new.cumsum()[new > 0] - 1]
             running.column(LAST)[rows] = last
+
+    def drop_drafts(self, work: Work, written: NDArray[np.int64]) -> None:
+        """Give back the slots of drafts that were wrong; those of ``written[i]`` tokens of each item stay."""
         if work.drafts:
-            for number, computed, n, kept in zip(
-                numbers.tolist(), work.computed.tolist(), work.counts.tolist(), written.tolist(), strict=True
+            for sample, computed, n, kept in zip(
+                work.samples, work.computed.tolist(), work.counts.tolist(), written.tolist(), strict=True
             ):
                 if kept < n:
-                    self.manager.truncate(number, computed + kept)
+                    self.manager.truncate(sample.number, computed + kept)
 
-    def bear(self, firsts: Mapping[Sample, int]) -> None:
-        """Fork the other samples of requests whose prompt has been computed, and give them their first tokens."""
-        computed, known, last, born = (self.running.column(name) for name in (COMPUTED, KNOWN, LAST, BORN))
+    def bear(self, firsts: Mapping[Sample, int]) -> dict[Request, Exception]:
+        """Fork the other samples of requests whose prompt has been computed, and give them their first tokens.
+
+        Returns what went wrong, and with whom.
+        """
+        failed: dict[Request, Exception] = {}
         for request in [*self.forking]:
-            first, *others = request.live
-            row, length = self.running.row(first), first.num_prompt_tokens
-            if computed[row] < length:
+            row = self.running.row(request.live[0])
+            if self.running.column(COMPUTED)[row] < request.num_prompt_tokens:
                 continue
-            for at, sample in enumerate(others, row + 1):
-                # One that was preempted has tokens. One that has none, and gets none now, computes the prompt's last.
-                written = length if sample in firsts or sample.num_output_tokens else length - 1
-                self.manager.fork(first.number, sample.number)
-                if computed[row] > written:
-                    self.manager.truncate(sample.number, written)
-                unwritten = [*sample.tokens[written:], *([firsts[sample]] if sample in firsts else [])]
-                self.manager.commit(sample.number, written, unwritten)
-                computed[at], known[at], last[at] = written, written + len(unwritten), unwritten[-1]
-                born[at] = 1
             del self.forking[request]
+            try:
+                for sample in request.live[1:]:
+                    row += 1
+                    self._fork(request.live[0], sample, row, firsts.get(sample))
+            except Exception as error:
+                failed[request] = error
+        return failed
+
+    def _fork(self, first: Sample, sample: Sample, row: int, token: int | None) -> None:
+        """Let a sample share the prompt that the first one has computed, and go on from there with ``token``."""
+        running, manager, length = self.running, self.manager, sample.num_prompt_tokens
+        manager.fork(first.number, sample.number)
+        running.column(BORN)[row] = 1
+        # One that was preempted has tokens. One that has none, and gets none now, computes the prompt's last.
+        written = length if token is not None or sample.num_output_tokens else length - 1
+        manager.truncate(sample.number, written)
+        unwritten = [*sample.tokens[written:], *(() if token is None else (token,))]
+        manager.commit(sample.number, written, unwritten)
+        running.column(COMPUTED)[row] = written
+        running.column(KNOWN)[row] = written + len(unwritten)
+        running.column(LAST)[row] = unwritten[-1]
 
     def _share_out(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
         """How many tokens of each running sample the budget allows for, in order of service; the drafts among them."""
@@ -286,12 +308,16 @@ class Scheduler:
         lacking = np.empty(len(rows), np.int32)
         if not self.manager.grow_many(running.column(NUMBER)[rows], counts[rows], lacking):
             return counts
+        for row, lacks in zip(rows.tolist(), lacking.tolist(), strict=True) if drafts else ():
+            sample = running.samples[row]
+            if drafts.pop(sample, None):  # nobody lacks a block for a guess
+                counts[row] = 1
+                if not lacks:
+                    self.manager.truncate(sample.number, int(running.column(COMPUTED)[row]) + 1)
         for row in rows[lacking > 0].tolist():
             if row >= len(running):
                 break
             sample = running.samples[row]
-            if drafts.pop(sample, None):  # nobody is preempted for a guess
-                counts[row] = 1
             while not self._grow(sample, int(counts[row])):
                 # The last one to share a block may write it once the copies of the others have been made.
                 owed = self.manager.copies()
@@ -304,127 +330,130 @@ class Scheduler:
                     break
         return counts[: len(running)]
 
-    def _admit(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _admit(self, counts: NDArray[np.int64], started: list[Request]) -> NDArray[np.int64]:
         """Start waiting requests while there are tokens, seats and blocks; return the counts with theirs put in."""
         budget = self.max_num_batched_tokens - int(counts.sum())
         for _ in range(LOOKS):
             request = self._queue.peek()
             if budget == 0 or request is None:
                 break
-            if not self._start(request):
+            row = self._start(request, self._promised(counts))
+            if row is None:
                 if request in self._parking:
                     continue
                 break
-            first = self.running.row(request.live[0])
-            n = int(self.running.column(KNOWN)[first] - self.running.column(COMPUTED)[first])
+            n = int(self.running.column(KNOWN)[row] - self.running.column(COMPUTED)[row])
             n = min(n, budget, PROMPT_LOGPROBS_CHUNK if request in self.thorough else budget)
             if not self._grow(request.live[0], n):
-                self._stop(request)
-                request.status = Status.WAITING
-                self._queue.add(request)
+                self._send_back(request)
                 break
-            self._count(request)
-            counts = np.insert(counts, first, [n] + [0] * (len(request.live) - 1))
+            started.append(request)
+            counts = np.insert(counts, row, [n] + [0] * (len(request.live) - 1))
             budget -= n
         return counts
 
-    def _start(self, request: Request) -> bool:
-        """Let a request run, holding its prefix hit, if it has seats and finds blocks; park it if it has to wait."""
+    def _start(self, request: Request, promised: int) -> int | None:
+        """Let a request run, holding its prefix hit, if it has seats and finds blocks besides those ``promised``.
+
+        Returns its row, or None: it waits on, or was parked.
+        """
         samples = request.live
         if len(self.running) + len(samples) > self.max_num_seqs:
-            return False
+            return None
         first, manager = samples[0], self.manager
         before = manager.allocatable_blocks
         answer = manager.begin(first.number, first.tokens, request.namespace, read_cache=request.reads_cache)
         if isinstance(answer, WaitFor):
             self._queue.remove(request)
             self._parking.add(request, answer)
-            return False
-        # The running ones lack no blocks: each has slots for all its known tokens. This one's prefix hit is held from
-        # `begin` on, and so not among the allocatable blocks: where that changes nothing, others have all of it, and
-        # keep it.
+            return None
+        # This one's prefix hit is held from `begin` on, and so not among the allocatable blocks: where that changes
+        # nothing, others have all of it, and keep it.
         cached, allocatable = answer.cached_tokens, manager.allocatable_blocks
-        if self._blocks_lacking(samples, cached, shared=allocatable == before) > allocatable:
+        if self._blocks_lacking(samples, cached, shared=allocatable == before) > allocatable - promised:
             manager.release(first.number)
-            return False
+            return None
         self._queue.remove(request)
         request.status = Status.RUNNING
-        ends = first.num_prompt_tokens + request.max_tokens
-        computed, born = [cached] + [0] * (len(samples) - 1), [1] + [0] * (len(samples) - 1)
-        self.running.insert(
-            request,
-            [
-                (
-                    sample.number,
-                    sample.num_prompt_tokens,
-                    len(sample.tokens),
-                    done,
-                    ends,
-                    sample.tokens[-1],
-                    begun,
-                    not request.params.ignore_eos,
-                    request.params.plain,
-                    request.params.greedy,
-                    request.watched,
-                )
-                for sample, done, begun in zip(samples, computed, born, strict=True)
-            ],
-        )
         if len(samples) > 1:
             self.forking[request] = None
         if not request.reads_cache:
             self.thorough[request] = None
-        return True
+        return self.running.insert(request, cached)
 
-    def _count(self, request: Request) -> None:
-        """A request has got its first slots."""
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
-            cached = int(self.running.column(COMPUTED)[self.running.row(request.live[0])])
-            request.metrics.num_cached_tokens = cached
-            self.num_cached_tokens += cached
+    def _count(self, request: Request, counts: NDArray[np.int64]) -> None:
+        """The first step that computes for a request has come, unless it has to wait all the same."""
+        if request.status is Status.RUNNING and request.metrics.first_scheduled_time is None:
+            row = self.running.row(request.live[0])
+            if counts[row]:
+                cached = min(int(self.running.column(COMPUTED)[row]), request.num_prompt_tokens)
+                request.metrics.first_scheduled_time = time.monotonic()
+                request.metrics.num_cached_tokens = cached
+                self.num_cached_tokens += cached
 
-    def _make_way(self) -> None:
+    def _make_way(self, started: list[Request]) -> None:
         """Let more urgent requests run instead of the last running ones, where they lack seats or blocks.
 
         Who came so much earlier that the policy serves it first all the same keeps its place, see `waiting`.
         """
-        while (request := self._queue.peek()) is not None:
+        for _ in range(LOOKS):
+            request = self._queue.peek()
+            if request is None:
+                return
             weaker = [other for other in self.running.requests() if outranks(request, other)]
             if not weaker:
                 return
-            if self._start(request):
-                self._count(request)
-                continue
-            if request in self._parking:
-                continue
-            # At most this much comes free: less where they share blocks. Nobody is preempted where it would not do.
-            samples = sum(len(other.live) for other in weaker)
-            blocks = sum(self._blocks(len(sample.tokens)) for other in weaker for sample in other.live)
-            seats = self.max_num_seqs - len(self.running) + samples
-            lacking = self._blocks_lacking(request.live, self._lookup(request), shared=True)
-            if seats < len(request.live) or lacking > self.manager.allocatable_blocks + blocks:
-                return
-            self.preempt(weaker[-1])
+            row = self._start(request, self._promised())
+            if row is not None:
+                started.append(request)
+            elif request not in self._parking:
+                if not self._would_do(request, weaker):
+                    return
+                self.preempt(weaker[-1])
+
+    def _would_do(self, request: Request, weaker: list[Request]) -> bool:
+        """Whether a request might find seats and blocks if these were gone."""
+        size = self.manager.block_size
+        seats, blocks = self.max_num_seqs - len(self.running), self.manager.allocatable_blocks - self._promised()
+        promised = self._promises()
+        for other in weaker:
+            row, samples = self.running.row(other.live[0]), other.live
+            seats += len(samples)
+            # What they hold, at most: it is less where they share it. And nothing is promised to them any more.
+            computed = self.running.column(COMPUTED)[row : row + len(samples)]
+            blocks += int((-(-computed // size)).sum() + promised[row : row + len(samples)].sum())
+        lacking = self._blocks_lacking(request.live, self._lookup(request), shared=True)
+        return len(request.live) <= seats and lacking <= blocks
+
+    def _promises(self, counts: NDArray[np.int64] | int = 0) -> NDArray[np.int64]:
+        """Blocks that each running sample lacks for its known tokens, once it has ``counts`` slots more."""
+        size, running = self.manager.block_size, self.running
+        held = -(-(running.column(COMPUTED) + counts) // size)
+        if self.forking:  # those that are to be born share the whole blocks of the prompt
+            held = np.where(running.column(BORN), held, running.column(PROMPT) // size)
+        promises: NDArray[np.int64] = (-(-running.column(KNOWN) // size) - held).clip(0)
+        return promises
+
+    def _promised(self, counts: NDArray[np.int64] | int = 0) -> int:
+        return int(self._promises(counts).sum())
 
     def _lend(self) -> None:
         """Give leaders the places of the most urgent ones who wait for them, and others their own back."""
-        places = self._own.copy()
-        by_number = {sample.number: sample.request for sample in self.running.samples}
-        for waiter, number in self._parking.items():
-            leader = by_number.get(number)
-            if leader is None:  # it has ended: the waiter wakes at one of the next steps
-                continue
-            rank, priority = places.setdefault(leader, (leader.rank, leader.priority))
-            places[leader] = min(rank, waiter.rank), min(priority, waiter.priority)
-        for leader, place in places.items():
-            own = self._own.pop(leader, (leader.rank, leader.priority))
+        lent: dict[Request, tuple[int, int]] = {}
+        if self._parking.places:
+            by_number = {sample.number: sample.request for sample in self.running.samples}
+            for number, (rank, urgency) in self._parking.places.items():
+                leader = by_number.get(number)
+                if leader is not None:  # otherwise it has ended, and the others wake at one of the next steps
+                    before = lent.get(leader) or self._own.get(leader, (leader.rank, leader.urgency))
+                    lent[leader] = min(before[0], rank), min(before[1], urgency)
+        for leader in {**self._own, **lent}:
+            own = self._own.pop(leader, (leader.rank, leader.urgency))
+            place = lent.get(leader, own)
             if place != own:
                 self._own[leader] = own
-            if place != (leader.rank, leader.priority):
-                rows = self.running.remove(leader)
-                leader.rank, leader.priority = place
-                self.running.insert(leader, rows.tolist())
+            if place != (leader.rank, leader.urgency):
+                self.running.move(leader, *place)
 
     def _committed(self, number: int) -> float:
         """Committed tokens of a sequence; infinitely many if it has ended."""
@@ -464,4 +493,4 @@ class Scheduler:
 
 def outranks(request: Request, other: Request) -> bool:
     """Whether a request may take the place of another: it is more urgent, and comes first in order, too."""
-    return request.priority < other.priority and request.order < other.order
+    return request.urgency < other.urgency and request.order < other.order

@@ -36,6 +36,10 @@ GLANCES = 32
 """Requests of which a step looks up anew how much is cached."""
 
 
+SLACK = 64
+"""Entries of requests that have left, besides as many as there are of others: then they are thrown out."""
+
+
 class Waiting:
     """Requests in the order in which they are to be admitted: by `Request.order`."""
 
@@ -55,6 +59,9 @@ class Waiting:
         """Take a request."""
         self._entered[request] = None
         heapq.heappush(self._heap, (request.order, next(self._entries), request))
+        if len(self._heap) > 2 * len(self._entered) + SLACK:
+            self._heap = [entry for entry in self._heap if entry[-1] in self._entered]
+            heapq.heapify(self._heap)
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
@@ -73,8 +80,9 @@ class Waiting:
 class WaitingByPrefix(Waiting):
     """The same, with the longest cached prefix first.
 
-    How much is cached is looked up when a request comes, of `GLANCES` requests a step in turn, and of who seems to be
-    next. So what others have cached or lost meanwhile is seen late where many wait, but at a fixed cost.
+    How much is cached is looked up when a request comes, of `GLANCES` requests a step in turn, and of those who seem to
+    be next, as many at most. So what others have cached or lost meanwhile is seen late where many wait, but at a
+    fixed cost.
 
     `Request.rank` is the step in which a request arrived.
     """
@@ -93,6 +101,8 @@ class WaitingByPrefix(Waiting):
         super().add(request)
         self._turns.append(request)
         self._look(request)
+        if len(self._turns) > 2 * len(self) + SLACK:
+            self._turns = deque(self)
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
@@ -107,12 +117,15 @@ class WaitingByPrefix(Waiting):
         if self._glanced != self._now():
             self._glanced = self._now()
             self._glance()
+        looks = GLANCES
         while True:
-            entry = heapq.heappop(self._by_cached)
-            cached, *_, request = entry
-            if self._cached.get(request) == -cached and self._look(request) == -cached:
-                heapq.heappush(self._by_cached, entry)
-                return request
+            cached, *_, request = self._by_cached[0]
+            if self._cached.get(request) == -cached:
+                looks -= 1
+                if looks == 0 or self._look(request) == -cached:
+                    return request
+            else:
+                heapq.heappop(self._by_cached)
 
     def _glance(self) -> None:
         for _ in range(min(GLANCES, len(self._turns))):
@@ -127,4 +140,7 @@ class WaitingByPrefix(Waiting):
         if self._cached.get(request) != cached:
             self._cached[request] = cached
             heapq.heappush(self._by_cached, (-cached, request.order, next(self._entries), request))
+            if len(self._by_cached) > 2 * len(self) + SLACK:
+                self._by_cached = [entry for entry in self._by_cached if self._cached.get(entry[-1]) == -entry[0]]
+                heapq.heapify(self._by_cached)
         return cached
