@@ -441,7 +441,7 @@ class LLM:
 
 
 MOST_UNREAD = 64
-"""Outputs of a stream that wait for who reads it: what comes after them is merged, as each may hold the whole answer."""
+"""Outputs of a stream that wait to be read: what comes after them is merged, as each may hold the whole answer."""
 
 
 class _Inbox:
