@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from leafkv import InvalidInputError, LeafKVError
+from leafkv import InvalidInputError, LeafKVError, SamplingParams
 from leafkv.engine.request import Request, Status
 
 from .rig import Rig, greedy
@@ -260,6 +261,99 @@ def test_owed_copies_are_made_before_the_step_writes() -> None:
     rig.manager.release(999)
     expected = reference([1, 2, 3, 4, 5, 6], 20, ignore_eos=True)
     assert rig.run()[request.request_id].outputs[0].token_ids == expected
+
+
+def test_what_a_caller_does_with_an_output_is_no_business_of_the_engine() -> None:
+    rig = Rig()
+    other = rig.add([4, 5, 6], greedy(10, ignore_eos=True))
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, prompt_logprobs=0)
+    request = rig.add([1, 2, 3], params, stream=True)
+    while rig.engine.has_unfinished_requests():
+        for output in rig.step():
+            ids = output.prompt_token_ids
+            ids += output.outputs[0].token_ids
+            output.outputs[0].token_ids.append(60)
+            if output.prompt_logprobs is not None:
+                output.prompt_logprobs.clear()
+    for one in (other, request):
+        assert one.samples[0].output_token_ids == reference(one.samples[0].tokens[:3].tolist(), 10, ignore_eos=True)
+    assert request.prompt_logprobs is not None
+    assert len(request.prompt_logprobs) == 3
+
+
+class FailingAtThird(ToyTokenizer):
+    """The first stream that comes to its third token fails."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def decode_stream(self, skip_special_tokens: bool = True) -> Any:
+        stream, count = super().decode_stream(skip_special_tokens), [0]
+
+        def step(token: int) -> Any:
+            count[0] += 1
+            if count[0] == 3 and not self.failed:
+                self.failed = True
+                raise RuntimeError("the tokenizer broke")
+            return stream.step(token)
+
+        return SimpleNamespace(step=step, held=stream.held, finish=stream.finish)
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_sample_that_fails_ends_the_others_with_it(journal: bool, tmp_path: Path) -> None:
+    """Once: also where these would have ended in that very step. The journal has the tokens that they have."""
+    rig = Rig(tokenizer=FailingAtThird(), journal=tmp_path / "journal" if journal else None)
+    params = SamplingParams(n=2, seed=3, max_tokens=3, ignore_eos=True)
+    bad = rig.add([1, 2, 3], params, stream=True)
+    good = rig.add([4, 2, 3], greedy(5, ignore_eos=True))
+    results = rig.run()
+    assert [answer.finish_reason for answer in results[bad.request_id].outputs] == ["error", "error"]
+    assert "the tokenizer broke" in str(results[bad.request_id].error)
+    assert results[good.request_id].outputs[0].token_ids == reference([4, 2, 3], 5, ignore_eos=True)
+    if journal:
+        assert rig.llm._journal is not None
+        record = rig.llm._journal.request(bad.request_id)
+        assert record is not None
+        assert record.tokens == [sample.output_token_ids for sample in bad.samples]
+
+
+@pytest.mark.parametrize("what", ["fork", "commit", "truncate"])
+def test_a_fork_that_fails_ends_its_request_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaks nothing."""
+    rig = Rig()
+    bad = rig.add([1, 2, 3, 4, 5], SamplingParams(n=3, seed=1, max_tokens=5, ignore_eos=True))
+    good = rig.add([9, 2, 3, 4, 5], greedy(5, ignore_eos=True))
+    manager = rig.manager
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return fail_twice if name == what else getattr(manager, name)
+
+    def fail_twice(*arguments: Any) -> None:
+        raise RuntimeError("the manager broke")
+
+    rig.scheduler.manager = Failing()  # type: ignore[assignment]
+    rig.step()
+    rig.scheduler.manager = manager
+    results = rig.run()
+    assert str(results[bad.request_id].error) == "the manager broke"
+    assert results[good.request_id].outputs[0].token_ids == reference([9, 2, 3, 4, 5], 5, ignore_eos=True)
+
+
+def test_figures_of_a_stream_are_those_of_now() -> None:
+    rig = Rig()
+    request = rig.add([1, 2, 3], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True), stream=True)
+    generated = []
+    while rig.engine.has_unfinished_requests():
+        generated += [output.metrics.num_generated_tokens for output in rig.step()]
+    assert generated == [2, 4, 6, 8]
+    times = request.metrics
+    assert times.queue_time is not None
+    assert times.time_to_first_token is not None
+    assert times.time_per_output_token is not None
+    assert 0 <= times.queue_time <= times.time_to_first_token
+    assert times.time_per_output_token >= 0
 
 
 def test_a_model_of_the_wrong_shape_is_refused() -> None:

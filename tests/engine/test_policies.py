@@ -9,6 +9,7 @@ import pytest
 
 from leafkv import InvalidInputError, QueueFullError, QueueTimeoutError, SamplingParams
 from leafkv.engine import scheduler, waiting
+from leafkv.engine.request import Request
 
 from .rig import Rig, greedy, make_llm
 from .toy import VOCAB, reference
@@ -207,6 +208,117 @@ def test_a_step_costs_the_same_however_many_wait(policy: str, alike: bool) -> No
         most = max(most, counting.taken())
     assert most <= 3 * scheduler.LOOKS + waiting.GLANCES + 10
     assert engine.stats().waiting >= 9_900
+
+
+@pytest.mark.parametrize("end", ["finishes", "is aborted"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_leader_may_end_with_more_waiters_than_a_step_wakes(
+    policy: Any, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "PROMPT_LOGPROBS_CHUNK", 16)  # so that it takes its time, and leaves some to others
+    rig = Rig(scheduling_policy=policy, num_blocks=512, max_num_seqs=64, max_num_batched_tokens=64)
+    rig.check = lambda: None  # type: ignore[method-assign]
+    urgent, shared = int(policy == "priority"), [i % VOCAB for i in range(160)]
+    leader = rig.add([*shared, 1], greedy(1, prompt_logprobs=0), priority=5 * urgent)
+    rig.engine.step()
+    waiters = [rig.add([*shared, i % VOCAB, i // VOCAB], greedy(1), priority=urgent) for i in range(602)]
+    while len(rig.scheduler._parking) < 602:
+        rig.engine.step()
+    if end == "is aborted":
+        for request in (*waiters[:500], leader):
+            rig.engine.abort_request(request.request_id)
+    results = rig.run()
+    assert len(results) == 603
+    for request in waiters[500:]:
+        assert results[request.request_id].outputs[0].token_ids == reference(request.prompt_token_ids, 1)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])
+def test_who_has_left_the_queue_is_forgotten(policy: Any) -> None:
+    """Also while others wait on, and where thousands come and go."""
+    rig = Rig(scheduling_policy=policy, max_num_seqs=1)
+    rig.add([1, 2], long_answer(200))
+    rig.step()
+    kept = [rig.add([3, i], greedy(1)) for i in range(5)]
+    for i in range(3000):
+        late = rig.add([1, 2, 3, i % VOCAB], greedy(1), priority=9 * (policy == "priority"))
+        rig.engine.abort_request(late.request_id)
+    held = {name: len(value) for name, value in vars(rig.scheduler._queue).items() if hasattr(value, "__len__")}
+    assert max(held.values()) <= 2 * len(kept) + waiting.SLACK + 1, held
+    rig.engine.step()
+    rig.results.clear()
+    assert rig.engine.num_unfinished_requests == 6
+
+
+def test_a_cleared_cache_costs_the_next_step_no_more() -> None:
+    llm = make_llm(scheduling_policy="prefix", num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64)
+    engine = llm.engine
+    prefix = list(range(40))
+    llm.generate(prefix, greedy(1))
+    engine.add_request(llm._router.prepare([60], long_answer(4)))
+    engine.step()
+    for i in range(3000):
+        engine.add_request(llm._router.prepare([*prefix, i % VOCAB], greedy(1)))
+    engine.scheduler.manager = counting = Counting(engine.scheduler.manager)  # type: ignore[assignment]
+    counting.manager.clear()
+    for _ in range(10):
+        engine.step()
+        assert counting.taken() <= 4 * waiting.GLANCES
+
+
+def promised(rig: Rig, weak: list[Request], strong: list[Request]) -> None:
+    """All run to their end; of those that came later nobody was begun in vain."""
+    results = rig.run()
+    for request in (*weak, *strong):
+        expected = reference(request.prompt_token_ids, request.max_tokens, ignore_eos=True)
+        assert results[request.request_id].outputs[0].token_ids == expected
+
+
+def test_what_urgent_requests_still_lack_is_promised_to_them() -> None:
+    """Two of them do not fit together: the second one waits, and is not begun."""
+    rig = Rig(scheduling_policy="priority", num_blocks=16, block_size=4, max_num_batched_tokens=16)
+    weak = [rig.add([i] * 12, long_answer(16), priority=5) for i in (1, 2)]
+    for _ in range(3):
+        rig.step()
+    strong = [rig.add([i] * 36, long_answer(4), priority=1) for i in (3, 4)]
+    rig.step()
+    assert rig.running[0] is strong[0]
+    assert strong[1] not in rig.running
+    promised(rig, weak, strong)
+    assert [request.metrics.num_preemptions for request in strong] == [0, 0]
+
+
+def test_what_a_prompt_with_logprobs_still_lacks_is_promised_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PROMPT_LOGPROBS_CHUNK", 8)
+    rig = Rig(num_blocks=20, block_size=4, max_num_batched_tokens=64)
+    first = rig.add([i % VOCAB for i in range(60)], greedy(4, ignore_eos=True, prompt_logprobs=0))
+    second = rig.add([9] * 30, long_answer(4))
+    promised(rig, [first], [second])
+    assert rig.engine.stats().computed_prompt_tokens == 90
+    assert second.metrics.num_preemptions == 0
+
+
+def test_what_samples_to_be_born_lack_is_promised_to_them() -> None:
+    rig = Rig(block_size=4, num_blocks=30, max_num_batched_tokens=64, enable_prefix_caching=False)
+    several = rig.add([1, 2, 3, 4, 5], SamplingParams(n=4, seed=1, max_tokens=24, ignore_eos=True))
+    for _ in range(22):
+        rig.step()
+    rig.scheduler.preempt(several)
+    later = rig.add([9, 8, 7] * 9, long_answer(10))
+    rig.run()
+    assert later.metrics.num_preemptions == 0
+
+
+def test_who_has_streamed_in_another_process_has_not_waited_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("leafkv.engine.engine.time.monotonic", lambda: now[0])
+    rig = Rig(queue_timeout=10, max_num_seqs=1)
+    rig.add([1] * 5, long_answer(50))
+    resumed = rig.llm._router.prepare([2] * 5, long_answer(3))
+    rig.engine.add_request(resumed, journaled=True)
+    rig.step()
+    now[0] += 11
+    assert rig.run()[resumed.request_id].outputs[0].token_ids == reference([2] * 5, 3, ignore_eos=True)
 
 
 def test_a_full_queue_says_so() -> None:

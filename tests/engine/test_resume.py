@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,9 +24,11 @@ from leafkv import (
     LLM,
     AsyncEngine,
     BeamSearchParams,
+    EngineDeadError,
     HandedOverError,
     InvalidInputError,
     JournalError,
+    LeafKVError,
     RequestOutput,
     SamplingParams,
 )
@@ -215,6 +218,101 @@ def test_a_checkpoint_hands_requests_over(own: bool, tmp_path: Path) -> None:
         assert tokens == reference([i, 2, 3], 20, ignore_eos=True)[count:]
 
 
+def test_a_checkpoint_elsewhere_is_the_end_here(tmp_path: Path) -> None:
+    """Nobody is answered twice: the journal that the requests leave says that they have left."""
+    llm = make_llm(journal=tmp_path / "journal")
+    stream = llm.stream([1, 2, 3], greedy(10, ignore_eos=True))
+    name = next(stream).request_id
+    assert llm.checkpoint(tmp_path / "other") == 1
+    with pytest.raises(HandedOverError):
+        list(stream)
+    assert llm.generate([5], greedy(2))[0].outputs[0].token_ids == reference([5], 2)
+    llm.close()
+    assert resume(tmp_path / "journal").resumed == []
+    assert resume(tmp_path / "other").resumed == [name]
+
+
+def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path) -> None:
+    llm = make_llm()
+    good = llm.stream([1, 2, 3], greedy(40, ignore_eos=True))
+    bad = llm.stream([1, 2, 4], greedy(10, ignore_eos=True, logits_processors=[lambda tokens, logits: logits]))
+    next(good)
+    next(bad)
+    with pytest.raises(InvalidInputError, match="logits_processors"):
+        llm.checkpoint(tmp_path / "journal")
+    assert resume(copy_journal(tmp_path / "journal", tmp_path / "copy")).resumed == []
+    assert len(list(bad)) == 9
+    assert llm.checkpoint(tmp_path / "journal") == 1
+    (output,) = resume(tmp_path / "journal").collect()
+    assert output.outputs[0].token_ids == reference([1, 2, 3], 40, ignore_eos=True)
+
+
+def test_a_checkpoint_keeps_the_priorities_that_were_asked_for(tmp_path: Path) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_batched_tokens=8)
+    engine, shared = llm.engine, list(range(40))
+    engine.add_request(llm._router.prepare([*shared, 1], greedy(9), priority=5))
+    engine.step()
+    engine.add_request(llm._router.prepare([*shared, 2], greedy(9), priority=1))
+    for _ in range(2):
+        engine.step()
+    assert [request.urgency for request in engine.scheduler.running.requests()] == [1], "it has lent its place"
+    assert llm.checkpoint(tmp_path / "journal") == 2
+    again = resume(tmp_path / "journal")
+    assert again._journal is not None
+    assert [record.admission.priority for record in again._journal.requests()] == [5, 1]
+
+
+def test_a_journal_that_cannot_be_written_is_let_go_of(tmp_path: Path) -> None:
+    llm = make_llm(journal=tmp_path / "journal")
+    stream = llm.stream([1, 2, 3], greedy(8, ignore_eos=True))
+    next(stream)
+    journal: Any = llm._journal
+    journal.write = lambda **rows: fail(JournalError("the disk is full"))(None)
+    with pytest.raises(JournalError, match="full"):
+        next(stream)
+    with pytest.raises(JournalError, match="full"):
+        llm.close()
+    (output,) = resume(tmp_path / "journal").collect()
+    assert output.outputs[0].token_ids == reference([1, 2, 3], 8, ignore_eos=True)
+
+
+def test_collect_gives_all_of_them_also_those_that_fail(tmp_path: Path) -> None:
+    with make_llm(journal=tmp_path / "journal") as llm:
+        streams = [llm.stream([i, 2], greedy(9, ignore_eos=True)) for i in range(3)]
+        names = [next(stream).request_id for stream in streams]
+    model = ToyModel()
+    loaded: Any = ToyLoaded(model)
+    again = LLM.resume(tmp_path / "journal", loaded, **OPTIONS, max_num_seqs=1)
+    calls = iter(range(100))
+    model.before_forward = lambda batch: fail(RuntimeError("the model broke"))(None) if next(calls) == 3 else None
+    outputs = again.collect()
+    assert [output.request_id for output in outputs] == names
+    assert [output.error is not None for output in outputs] == [True, False, False]
+    for i in (1, 2):
+        assert outputs[i].outputs[0].token_ids == reference([i, 2], 9, ignore_eos=True)
+
+
+def test_figures_of_a_resumed_request_are_of_this_process(tmp_path: Path) -> None:
+    with make_llm(journal=tmp_path / "journal") as llm:
+        stream = llm.stream([1, 2, 3], greedy(40, ignore_eos=True))
+        for _ in range(30):
+            next(stream)
+    again = resume(tmp_path / "journal")
+    again.generate([1, 2, 3], greedy(30, ignore_eos=True))
+    (output,) = again.collect()
+    metrics = output.metrics
+    assert (metrics.num_generated_tokens, metrics.num_earlier_tokens) == (40, 30)
+    assert output.num_cached_tokens <= 3
+    (told,) = again.stream(request_id=output.request_id)
+    assert told.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_kv_dtype_is_part_of_what_a_journal_belongs_to(tmp_path: Path) -> None:
+    make_llm(journal=tmp_path / "journal", kv_cache_dtype="int8").close()
+    with pytest.raises(JournalError, match="kv_cache_dtype"):
+        resume(tmp_path / "journal")
+
+
 def test_a_write_that_fails_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk: what is not written is not told, a request that is not written is not taken."""
     llm = make_llm(journal=tmp_path / "journal")
@@ -395,6 +493,73 @@ def test_async_consumers_come_back(tmp_path: Path) -> None:
             with pytest.raises(InvalidInputError, match="no request 'x'"):
                 async for _ in engine.stream("x"):
                     pass
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("end", ["abort", "checkpoint"])
+def test_a_consumer_comes_back_while_its_request_ends(end: str, tmp_path: Path) -> None:
+    with make_llm(journal=tmp_path / "journal") as llm:
+        streams = [llm.stream([1, 2, i], greedy(60, ignore_eos=True)) for i in (3, 4)]
+        names = [next(stream).request_id for stream in streams]
+
+    async def main() -> None:
+        entered, go_on = threading.Event(), threading.Event()
+
+        def hold(batch: object) -> None:
+            entered.set()
+            go_on.wait(30)
+
+        loaded: Any = ToyLoaded(ToyModel(before_forward=hold))
+        async with AsyncEngine.resume(tmp_path / "journal", loaded, **OPTIONS) as engine:
+            await asyncio.to_thread(entered.wait)
+
+            async def come_back() -> list[RequestOutput]:
+                return [output async for output in engine.stream(names[0])]
+
+            ending = engine.abort(names[0]) if end == "abort" else engine.checkpoint(tmp_path / "other")
+            tasks = [asyncio.ensure_future(ending), asyncio.ensure_future(come_back())]
+            await asyncio.sleep(0.05)  # both wait for the end of the step
+            go_on.set()
+            _, told = await asyncio.gather(*tasks, return_exceptions=True)
+            if end == "abort":
+                assert told[-1].outputs[0].finish_reason == "abort"  # type: ignore[index]
+            else:
+                assert isinstance(told, (HandedOverError, LeafKVError))
+            assert engine.is_running
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_malformed_after_ends_nothing(tmp_path: Path) -> None:
+    with make_llm(journal=tmp_path / "journal") as llm:
+        stream = llm.stream([1, 2, 3], greedy(40, ignore_eos=True))
+        name = next(stream).request_id
+
+    async def main() -> None:
+        loaded: Any = ToyLoaded()
+        async with AsyncEngine.resume(tmp_path / "journal", loaded, **OPTIONS) as engine:
+            with pytest.raises(InvalidInputError, match=r"^after: "):
+                _ = [output async for output in engine.stream(name, after=[1, 2])]
+            outputs = [output async for output in engine.stream(name)]
+            ((tokens, *_),) = joined(outputs, 1)
+            assert tokens == reference([1, 2, 3], 40, ignore_eos=True)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_journal_that_contradicts_itself_ends_the_engine(tmp_path: Path) -> None:
+    """It is a bug, and no disk that will have space again: nobody waits for ever."""
+
+    async def main() -> None:
+        loaded: Any = ToyLoaded()
+        async with AsyncEngine(loaded, **OPTIONS, journal=tmp_path / "journal") as engine:
+            outputs = engine.generate([1, 2], greedy(20, ignore_eos=True))
+            await outputs.__anext__()
+            journal: Any = engine._journal
+            journal.write = lambda **rows: fail(JournalError("malformed"))(None)
+            with pytest.raises(EngineDeadError, match="malformed"):
+                _ = [output async for output in outputs]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -322,9 +322,7 @@ class Engine:
         for request, error in drawn.failed.items():
             self._finish(request, "error", error)
         scheduler = self.scheduler
-        here = scheduler.current(work)
-        if here is not None:  # requests failed just now, or were aborted while the model ran
-            work, drawn = work.only(here), drawn.only(here)
+        work, drawn = self._still_here(work, drawn)
         written = work.counts - drawn.rejected
         try:
             scheduler.commit(work, written, drawn.tokens, drawn.new)
@@ -338,7 +336,13 @@ class Engine:
         self._now = time.monotonic()
         for request, error in scheduler.bear(drawn.firsts).items():
             self._finish(request, "error", error)
+        work, drawn = self._still_here(work, drawn)
         self._take_all(work, drawn)
+
+    def _still_here(self, work: Work, drawn: Drawn) -> tuple[Work, Drawn]:
+        """What of a step is not of requests that have ended: they failed just now, or were aborted meanwhile."""
+        here = self.scheduler.current(work)
+        return (work, drawn) if here is None else (work.only(here), drawn.only(here))
 
     def _take_all(self, work: Work, drawn: Drawn) -> None:
         """Give the samples their tokens. Most want nothing but to have them."""
