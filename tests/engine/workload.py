@@ -180,6 +180,9 @@ class Workload:
         self.stems = [[rng.randrange(VOCAB) for _ in range(self.longest)] for _ in range(3)]
         self.requests: list[Request] = []
         self.by_id: dict[str, Request] = {}
+        self.steps = 0
+        self.doomed: dict[int, list[Request]] = {}
+        """Who is aborted, by step."""
         self.live: list[Request] = []
         self.told: dict[str, RequestOutput] = {}
         """What each request has given so far, deltas joined."""
@@ -215,18 +218,21 @@ class Workload:
             return
         self.requests.append(request)
         self.by_id[request.request_id] = request
+        if rng.random() < 0.1 * self.faults:
+            self.doomed.setdefault(self.steps + rng.randrange(1, 80), []).append(request)
         self.live.append(request)
 
     def step(self) -> None:
         """One step, in which all may go wrong."""
         rng, rig = self.rng, self.rig
-        if self.live and rng.random() < 0.01 * self.faults:
-            rig.engine.abort_request(rng.choice(self.live).request_id)
+        self.steps += 1
+        for request in self.doomed.pop(self.steps, ()):  # which may have ended
+            rig.engine.abort_request(request.request_id)
         if rng.random() < 0.05:
             rig.manager.evict(rng.randrange(1, 4))
         if rng.random() < 0.01:
             rig.manager.clear()
-        error = rng.choice((RuntimeError, KeyboardInterrupt)) if rng.random() < 0.01 * self.faults else None
+        error = rng.choice((RuntimeError, KeyboardInterrupt)) if rng.random() < 0.004 * self.faults else None
         self.model.before_forward = fail(error()) if error else lambda _: None
         with suppress(KeyboardInterrupt):
             for output in rig.step():
@@ -250,10 +256,11 @@ class Workload:
         assert request.stream or output.finished
         self.told[output.request_id] = output
 
-    def run(self, arrivals: int) -> None:
-        """All of it, to the end."""
+    def run(self, arrivals: int, *, crowd: int = 1000) -> None:
+        """All of it, to the end; nobody comes while ``crowd`` requests wait."""
         while arrivals or self.rig.engine.has_unfinished_requests():
-            for _ in range(min(arrivals, self.rng.choice([0, 0, 1, 2, 8]))):
+            room = crowd - self.rig.scheduler.num_waiting
+            for _ in range(min(arrivals, room, self.rng.choice([0, 0, 1, 2, 8]))):
                 self.arrive()
                 arrivals -= 1
             self.step()
@@ -301,16 +308,17 @@ class Workload:
             assert not spoiled or reasons & {"abort"}
 
     def _check_tenants(self) -> None:
-        """What is found in the cache, an earlier request of the same tenant has left there."""
-        for i, request in enumerate(self.requests):
-            cached = request.metrics.num_cached_tokens
-            prefix = request.prompt_token_ids[:cached]
-            others = [
-                other for other in self.requests if other.cache_salt == request.cache_salt and other is not request
-            ]
-            assert not cached or any(
-                sample.tokens[:cached].tolist() == prefix for other in others for sample in other.samples
-            ), f"request {i} has found what no other of its tenant has left"
+        """What is found in the cache, a request of the same tenant has left there."""
+        left: dict[tuple[str | None, tuple[int, ...]], set[str]] = {}
+        for request in self.requests:
+            for tokens in (sample.tokens for sample in request.samples):
+                for end in range(1, len(tokens)):
+                    left.setdefault((request.cache_salt, tuple(tokens[:end])), set()).add(request.request_id)
+        for request in self.requests:
+            prefix = tuple(request.prompt_token_ids[: request.metrics.num_cached_tokens])
+            if prefix:
+                others = left[request.cache_salt, prefix] - {request.request_id}
+                assert others, f"request {request.request_id} has found what no other of its tenant has left"
 
     @staticmethod
     def _check_prompt(request: Request, output: RequestOutput) -> None:
