@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from leafkv import LLM, AsyncEngine, RequestOutput, RequestOutputKind, SamplingParams
+from leafkv import LLM, AsyncEngine, QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
 from leafkv.kv import KVCache
 from leafkv.models import LoadedModel
 from leafkv.models.batch import Batch
 from leafkv.models.tokenizer import Tokenizer
 
-from .toy import ToyConfig, ToyLoaded
+from .toy import ToyConfig, ToyLoaded, reference
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 LONGEST = 40
 SEATS = 8
@@ -279,3 +282,52 @@ def test_added_tokens_come_whole(stage: Stage) -> None:
     deltas = play(stage, [*before, think, *after], stop=["think> is not", "k>!", "<|", "s</t!"])
     assert sum("</think>" in delta for delta in deltas) == 1
     assert "".join(deltas) == "so it is</think> is"
+
+
+def test_a_burst_beyond_the_queue_is_answered_or_refused() -> None:
+    """B113: each one, at once, with an error that says so; and later ones are served again."""
+
+    async def ask(engine: AsyncEngine, i: int) -> str:
+        try:
+            async for output in engine.generate([i % 50, i // 50] * 10, GREEDY):
+                last = output
+        except QueueFullError as error:
+            return "refused" if "max_waiting" in str(error) else str(error)
+        assert last.outputs[0].token_ids == reference([i % 50, i // 50] * 10, 3, ignore_eos=True)
+        return "answered"
+
+    async def main() -> None:
+        toy: Any = ToyLoaded()
+        async with AsyncEngine(toy, num_blocks=40, block_size=4, max_num_seqs=4, max_waiting=8) as engine:
+            told = await asyncio.gather(*(ask(engine, i) for i in range(500)))
+            assert set(told) == {"answered", "refused"}
+            assert await ask(engine, 0) == "answered"
+            assert engine.manager.stats().held_blocks == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_who_goes_frees_all_whatever_was_to_come(kind: RequestOutputKind) -> None:
+    """B110: also who waits for nothing but the end, which nobody would have noticed."""
+
+    async def main() -> None:
+        toy: Any = ToyLoaded()
+        async with AsyncEngine(toy, num_blocks=1000, block_size=4) as engine:
+            params = SamplingParams(temperature=0.0, n=2, max_tokens=1900, ignore_eos=True, output_kind=kind)
+
+            async def consume() -> None:
+                async for _ in engine.generate([1, 2, 3], params):
+                    pass
+
+            task = asyncio.create_task(consume())
+            while engine.stats().running == 0:
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await engine.abort("nobody")  # comes after the consumer's going
+            assert engine.manager.stats().sequences == 0
+            assert engine.stats().generated_tokens < 2 * 1900
+
+    asyncio.run(asyncio.wait_for(main(), 60))
