@@ -17,7 +17,7 @@ export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving soak dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -92,6 +92,10 @@ TESTS_OF_OPERATIONS = $(addprefix tests/models/test_, ops.py linear.py threads.p
 WHEEL = $(BIN)/maturin build --release --locked
 IF_FREE_THREADED = $(PYTHON_FREE_THREADED) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED"))' 2>/dev/null
 NO_FREE_THREADED = '$(PYTHON_FREE_THREADED)' is missing or not free-threaded: set PYTHON_FREE_THREADED=...
+
+## soak: thousands of random requests through one engine, memory that must not grow, a hundred kills; some minutes
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.soak
 
 ## dev: rebuild the extension after a change in Rust
 dev: $(VENV)/.dev

@@ -1,66 +1,15 @@
-"""Scheduling: random workloads against a reference that knows no cache, and the failures that engines are known for."""
+"""Scheduling: the failures that engines are known for."""
 
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 
 import pytest
 
 from leafkv.engine.request import Status
 
 from .rig import Rig, greedy
-from .toy import VOCAB, ToyModel, fail, reference, reference_logits
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_workloads_give_the_reference_tokens(seed: int) -> None:
-    rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 3, 4, 8])
-    longest = rng.choice([12, 30, 60])
-    room = -(-longest // block_size)  # blocks of the longest request: the smallest pool there may be
-    model = ToyModel()
-    rig = Rig(
-        model,
-        block_size=block_size,
-        num_blocks=rng.choice([room, room + 1, 2 * room, 4 * room]),
-        max_num_batched_tokens=rng.choice([1, 2, block_size, block_size + 1, 16, 17, 64]),
-        max_num_seqs=rng.choice([1, 2, 3, 8, 16]),
-        enable_prefix_caching=rng.random() < 0.85,
-        partial_hits=seed % 2 == 0,
-    )
-    stems = [[rng.randrange(VOCAB) for _ in range(longest)] for _ in range(3)]
-    expected: dict[str, list[int]] = {}
-    live = []
-    arrivals = rng.randrange(5, 30)
-    while arrivals or rig.engine.has_unfinished_requests():
-        for _ in range(min(arrivals, rng.choice([0, 0, 1, 2, 8]))):
-            stem = rng.choice(stems)
-            length = rng.randrange(1, longest)
-            prompt = [*stem[:length], *([rng.randrange(VOCAB)] if length + 2 <= longest else [])]
-            max_tokens = rng.randrange(1, longest - len(prompt) + 1)
-            ignore_eos = rng.random() < 0.5
-            request = rig.add(prompt, greedy(max_tokens, ignore_eos=ignore_eos), stream=rng.random() < 0.3)
-            expected[request.request_id] = reference(prompt, max_tokens, ignore_eos=ignore_eos)
-            live.append(request)
-            arrivals -= 1
-        if live and rng.random() < 0.05:
-            rig.engine.abort_request(rng.choice(live).request_id)
-        if rng.random() < 0.05:
-            rig.manager.evict(rng.randrange(1, 4))
-        error = rng.choice((RuntimeError, KeyboardInterrupt)) if rng.random() < 0.03 else None
-        model.before_forward = fail(error()) if error else lambda _: None
-        with suppress(KeyboardInterrupt):
-            rig.step()
-        rig.check()
-    rig.check_drained()
-    assert rig.results.keys() == expected.keys()
-    for request_id, output in rig.results.items():
-        tokens = output.outputs[0].token_ids
-        if output.outputs[0].finish_reason in {"abort", "error"}:
-            assert tokens == expected[request_id][: len(tokens)]
-        else:
-            assert tokens == expected[request_id]
+from .toy import VOCAB, ToyModel, reference, reference_logits
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
