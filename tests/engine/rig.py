@@ -33,6 +33,8 @@ class Rig:
         self.work: dict[Sample, int] = {}
         self.known: dict[Sample, int] = {}
         """The work of the last step, and how many tokens it had known."""
+        self.orders: dict[Sample, tuple[int, int]] = {}
+        """The order of service in that step."""
         self.out_of_blocks = False
         """Whether the last step has preempted for blocks."""
         schedule, reserve = self.scheduler.schedule, self.scheduler._reserve
@@ -43,6 +45,7 @@ class Rig:
             self.work = dict(zip(work.samples, work.counts.tolist(), strict=True))
             self.known = dict(zip(work.samples, work.known.tolist(), strict=True))
             assert [len(sample.tokens) for sample in work.samples] == work.known.tolist()
+            self.orders = {sample: sample.request.order for sample in self.scheduler.running.samples}
             return work
 
         def watched(*arguments: Any) -> Any:
@@ -81,7 +84,9 @@ class Rig:
                 self.results[output.request_id] = output
         self._check_work(waiting)
         if self.scheduler.running.samples[:1] == [first] and first is not None:
-            passed = any(sample.request.order < first.request.order for sample in self.work)
+            # As it was then: a place that was lent goes back to its owner when the request ends.
+            served = self.orders.get(first, first.request.order)
+            passed = any(self.orders[sample] < served for sample in self.work)
             kept = first.request.metrics.num_preemptions == preemptions and not passed
             assert not kept or self.computed(first.request) > before, "the first stood still"
         self.check()

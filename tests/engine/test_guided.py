@@ -290,4 +290,4 @@ def test_what_is_missing_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
         GuideCompiler(Plain(), 5, [1]).compile(StructuredOutputsParams(regex="a"))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"leafkv\[guided\]"):
-        GuideCompiler(rig.tokenizer, rig.vocab_size, [2])
+        GuideCompiler(rig.tokenizer, rig.vocab_size, [2]).compile(StructuredOutputsParams(regex="a"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from leafkv import (
     LLM,
     InvalidInputError,
+    MissingExtraError,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -144,6 +146,17 @@ def test_a_form_that_cannot_be_is_refused_at_the_call(llm: LLM, form: dict[str, 
         llm.stream("How was it?", guided(form))
     assert llm.stats().steps == steps
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_without_the_extra_only_guided_requests_are_refused(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    llm = LLM(loaded, num_blocks=16)
+    with pytest.raises(MissingExtraError, match=r"leafkv\[guided\]"):
+        llm.generate("How was it?", guided({"choice": CHOICE}), use_tqdm=False)
+    (output,) = llm.generate("How was it?", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_who_has_no_tokenizer_is_told() -> None:

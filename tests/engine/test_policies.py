@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -248,6 +249,24 @@ def test_who_has_left_the_queue_is_forgotten(policy: Any) -> None:
     rig.engine.step()
     rig.results.clear()
     assert rig.engine.num_unfinished_requests == 6
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "prefix"])
+def test_who_has_left_is_forgotten_under_a_load_that_never_ends(policy: str) -> None:
+    """B128: under a load that never ends, too, where those who stay are always served first."""
+    rig = Rig(scheduling_policy=policy, max_num_seqs=1)
+    rig.check = lambda: None  # type: ignore[method-assign]
+    warm = [*range(8)]
+    rig.add(warm, greedy(1))
+    rig.run()
+    for turn in range(600):
+        while rig.scheduler.num_waiting < 3:
+            rig.add([*warm, 1, turn % 60], greedy(2, ignore_eos=True))
+        cold = rig.add([9, turn % 60, turn // 60], greedy(2, ignore_eos=True))
+        rig.engine.step()
+        rig.engine.abort_request(cold.request_id)
+    for name, value in vars(rig.scheduler._queue).items():
+        assert not isinstance(value, (dict, list, deque)) or len(value) < 100, name
 
 
 def test_a_cleared_cache_costs_the_next_step_no_more() -> None:

@@ -182,6 +182,27 @@ def test_what_was_guessed_is_never_found(name: str) -> None:
         assert found[0][0] == (length + 20) // 4
 
 
+@pytest.mark.parametrize("first", ["long", "short"])
+def test_nobody_is_preempted_for_a_guess(first: str) -> None:
+    """On a pool that is just enough without speculation, whoever guesses, in vain."""
+    lengths = [(4, 24), (5, 12), (6, 18)]
+    lengths = lengths if first == "long" else lengths[::-1]
+
+    def run(count: int, num_blocks: int) -> Rig:
+        rig, _ = with_oracle(count, ORACLES["wrong"], block_size=2, num_blocks=num_blocks, enable_prefix_caching=False)
+        requests = [rig.add([i] * n, greedy(m, ignore_eos=True)) for i, (n, m) in enumerate(lengths)]
+        results = rig.run()
+        for (n, m), (i, request) in zip(lengths, enumerate(requests), strict=True):
+            assert results[request.request_id].outputs[0].token_ids == reference([i] * n, m, ignore_eos=True)
+        return rig
+
+    just_enough = run(0, 64).manager.stats().max_held_blocks
+    assert run(0, just_enough).engine.stats().preemptions == 0
+    assert run(0, just_enough - 1).engine.stats().preemptions > 0
+    for count in range(1, 8):
+        assert run(count, just_enough).engine.stats().preemptions == 0
+
+
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 8])
 def test_guesses_fit_the_budget(budget: int) -> None:
     """`Rig` adds up each step; known tokens go before guesses, and all have their share of steps."""
