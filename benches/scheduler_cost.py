@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -45,8 +46,8 @@ PROMPT = 1_024
 SHORT_PROMPT = 256
 """Where it is SmolLM2."""
 WAITING_PROMPT = 512
-WARM, STEPS, MODEL_STEPS = 16, 64, 16
-"""Steps of a round that do not count; those that do; and these where the model is SmolLM2."""
+WARM, STEPS, MODEL_STEPS = 16, 48, 16
+"""Steps of a round that do not count; those that do, twice; and these where the model is SmolLM2."""
 CYCLE = 64
 """Tokens after which an answer repeats itself, which speculation finds."""
 BLOCK = 16
@@ -165,13 +166,13 @@ class Loaded:
 
 
 class Clock:
-    """Splits an engine's steps into phases. It adds about a microsecond to a step."""
+    """Times an engine's steps, what is watched of each by phase. To watch a call takes up to a microsecond."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._spent = dict.fromkeys(("schedule", "compute", "model", "draw", "account", "record"), 0.0)
+        self._spent: dict[str, float] = defaultdict(float)
 
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         spent = self._spent
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,58 +184,62 @@ class Clock:
         return call
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        engine, timed = self._engine, self.timed
-        with (
-            patch.object(engine.scheduler, "schedule", timed("schedule", engine.scheduler.schedule)),
-            patch.object(engine, "_compute", timed("compute", engine._compute)),
-            patch.object(engine.model, "forward", timed("model", engine.model.forward)),
-            patch("leafkv.engine.engine.draw", timed("draw", draw)),
-            patch.object(engine, "_account", timed("account", engine._account)),
-            patch.object(engine, "_record", timed("record", engine._record)),
-        ):
+    def _watching(self, *, split: bool) -> Iterator[None]:
+        engine = self._engine
+        calls = [(engine, "_compute", "compute"), (engine.model, "forward", "model")]
+        if engine._recorder is not None:
+            calls.append((engine, "_record", "record"))
+        if split:
+            calls += [(engine.scheduler, "schedule", "schedule"), (engine, "_account", "account")]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch("leafkv.engine.engine.draw", self._timed("draw", draw)))
+            for owner, name, phase in calls:
+                stack.enter_context(patch.object(owner, name, self._timed(phase, getattr(owner, name))))
             yield
 
-    def step(self) -> dict[str, float]:
-        """Seconds of a step by phase; README.md says what each is."""
+    def steps(self, count: int, *, split: bool) -> list[dict[str, float]]:
+        """Seconds of each step by phase. Where they are ``split``, so are scheduling and update."""
+        with self._watching(split=split):
+            return [self._step(split) for _ in range(count)]
+
+    def _step(self, split: bool) -> dict[str, float]:
         spent = self._spent
-        for phase in spent:
-            spent[phase] = 0.0
+        spent.clear()
         start = time.perf_counter()
         outputs = self._engine.step()
         took = time.perf_counter() - start
-        del outputs  # nor is this the engine's
-        build = spent["compute"] - spent["model"]
-        report = took - sum(spent.values()) + spent["model"]
+        del outputs  # which is not the engine's
+        rest = took - spent["compute"] - spent["draw"] - spent["record"]
+        if not split:
+            return {"model": spent["model"], "outside": took - spent["model"], "schedule + update": rest}
         return {
             "schedule": spent["schedule"],
-            "build": build,
-            "model": spent["model"],
+            "build": spent["compute"] - spent["model"],
             "draw": spent["draw"],
             "account": spent["account"],
             "record": spent["record"],
-            "report": report,
-            "update": spent["account"] + report,
-            "schedule + update": spent["schedule"] + spent["account"] + report,
-            "outside": took - spent["model"],
+            "report": rest - spent["schedule"] - spent["account"],
         }
 
 
 def measure(engine: Any, batch: int, steps: int) -> dict[str, float]:
-    """The median of each phase over so many steps, and the tokens of a step."""
+    """The median of each phase over so many steps, twice, and the tokens of a step."""
     clock, before = Clock(engine), engine.stats()
-    with clock.watching():
-        all_of = [clock.step() for _ in range(steps)]
+    whole: list[dict[str, float]] = []
+    split: list[dict[str, float]] = []
+    for _ in range(0, steps, BLOCK):
+        whole += clock.steps(BLOCK, split=False)
+        split += clock.steps(BLOCK, split=True)
     after = engine.stats()
     if (after.running, after.preemptions) != (
         batch,
         0,
     ) or after.computed_prompt_tokens != before.computed_prompt_tokens:
         raise RuntimeError(f"no steady state of {batch} samples: {before}, then {after}")
-    medians = {phase: median(each[phase] for each in all_of) for phase in all_of[0]}
+    medians = {phase: median(step[phase] for step in of_all) for of_all in (whole, split) for phase in of_all[0]}
     # What comes but now and then (the journal's folding, the garbage collector) is in the mean alone.
-    medians["outside, mean"] = mean(each["outside"] for each in all_of)
-    medians["tokens"] = (after.generated_tokens - before.generated_tokens) / steps
+    medians["outside, mean"] = mean(step["outside"] for step in whole)
+    medians["tokens"] = (after.generated_tokens - before.generated_tokens) / (2 * steps)
     return medians
 
 
@@ -248,7 +253,7 @@ def prefilled(engine: Any) -> bool:
 
 
 def case_round(case: Case, batch: int, scripted: Scripted, tokenizer: Any, folder: str) -> dict[str, float]:
-    new = (WARM + STEPS + 2) * (1 + DRAFTS * ("speculative_config" in case.options)) + 2
+    new = (WARM + 2 * STEPS + 2) * (1 + DRAFTS * ("speculative_config" in case.options)) + 2
     most = PROMPT + new + BLOCK
     llm: Any = LLM(
         Loaded(scripted, tokenizer, scripted.config),  # type: ignore[arg-type]
@@ -282,7 +287,7 @@ class Steady:
 
     def __init__(self, loaded: Any, scripted: Scripted, largest: int) -> None:
         self._scripted, self._prompts = scripted, itertools.count()
-        most = SHORT_PROMPT + 2 * MODEL_STEPS + BLOCK
+        most = SHORT_PROMPT + 2 * MODEL_STEPS + 4 + BLOCK
         self._llm: Any = LLM(
             loaded,
             block_size=BLOCK,
@@ -295,7 +300,7 @@ class Steady:
 
     def round(self, batch: int) -> dict[str, float]:
         engine = self._llm.engine
-        new = 2 * MODEL_STEPS
+        new = 2 * MODEL_STEPS + 4
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         prompts = [self._scripted.prompt(next(self._prompts), SHORT_PROMPT - i % BLOCK) for i in range(batch)]
         requests = [self._llm._router.prepare(prompt, params) for prompt in prompts]
