@@ -34,7 +34,6 @@ PHASES = {
     "schedule + update": "**schedule + update**",
     "build": "build the batch",
     "draw": "draw",
-    "record": "journal",
     "outside": "all but the model",
 }
 
@@ -91,6 +90,7 @@ def cases(results: list[Result]) -> list[str]:
         return [[name, *(cell(found[name, n]) if (name, n) in found else "" for n in batches)] for name in order]
 
     heads = ["running samples", *map(str, batches)]
+    journaled = [row for row in rows(lambda result: spread(result, "record")) if row[0].startswith("journal")]
     speculation = [found["speculation", n] for n in batches if ("speculation", n) in found]
     tokens = ", ".join(f"{result.figure('tokens') / result.batch:.1f}" for result in speculation)
     return [
@@ -103,6 +103,7 @@ def cases(results: list[Result]) -> list[str]:
         "",
         *table(heads, rows(lambda result: spread(result, "outside"))),
         *([f"With speculation a step gives each sample {tokens} tokens here.", ""] if tokens else []),
+        *(["The journal's transactions alone:", "", *table(heads, journaled)] if journaled else []),
         "The mean over steps instead of their median, so with what comes but now and then; the median of rounds:",
         "",
         *table(heads, rows(lambda result: spread(result, "outside, mean"))),

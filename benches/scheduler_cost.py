@@ -360,6 +360,8 @@ def rounds_of(arguments: argparse.Namespace) -> Iterator[Result]:
     """The rounds, one result each; whatever is measured takes turns."""
     embedded: Any = load_model(None)
     scripted = Scripted(embedded.config, words(embedded.tokenizer, embedded.config.vocab_size))
+    for token in scripted.cycles.flat:
+        embedded.tokenizer.partial_bytes(int(token))  # which it looks up but once
     batches = [int(n) for n in arguments.batches.split(",")]
     patterns = arguments.cases.split(";")
     cases = [case for case in CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
