@@ -17,7 +17,7 @@ export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving soak dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving bench-scheduler soak dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -68,6 +68,12 @@ bench-serving: $(VENV)/.bench
 	$(PYTHON_PEERS) -m benches.compare_serving --cache $(SERVING_CACHE) --rounds $(ROUNDS) --json target/serving.json
 	$(PYTHON_PEERS) -m benches.profile_step --cache $(SERVING_CACHE) --out target/profile.md
 	$(BIN)/python -m benches.report_serving target/serving.json --profile target/profile.md
+
+## bench-scheduler: what a step costs besides the model, and a journal of its throughput; half an hour
+bench-scheduler: $(VENV)/.bench
+	mkdir -p target
+	$(BIN)/python -m benches.scheduler_cost --cache $(SERVING_CACHE) --rounds $(ROUNDS) --folder target --json target/scheduler.json
+	$(BIN)/python -m benches.report_scheduler target/scheduler.json
 
 ## test-free-threaded: the KV manager, attention and a model's operations on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev

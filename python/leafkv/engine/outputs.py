@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from leafkv.engine.request import FinishReason, Request, RequestMetrics, Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One sample of the answer so far, or what is new of it (``output_kind`` DELTA).
 
@@ -51,7 +51,7 @@ class CompletionOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A request and its answers so far; ``finished`` says whether that is all of them.
 

@@ -334,8 +334,10 @@ class Scheduler:
         """Start waiting requests while there are tokens, seats and blocks; return the counts with theirs put in."""
         budget = self.max_num_batched_tokens - int(counts.sum())
         for _ in range(LOOKS):
+            if budget == 0 or len(self.running) >= self.max_num_seqs:  # not worth a look at who waits
+                break
             request = self._queue.peek()
-            if budget == 0 or request is None:
+            if request is None:
                 break
             row = self._start(request, self._promised(counts))
             if row is None:
