@@ -1,4 +1,5 @@
-//! What a decoder computes around attention: products with weights, norms, rotations, activations, the best logits.
+//! What a decoder computes around attention: products with weights, norms, rotations, activations, the best logits, and
+//! tokens drawn from them.
 //!
 //! **The invariant.** Under one instruction set, the bits of a row's result depend on that row and the weights alone:
 //! never on the other rows of the batch, how work is split, or the number of threads. (In products in bfloat16 the CPU's maker
