@@ -37,11 +37,15 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+MAX_TOKEN_ID = 2**31 - 1
+"""No vocabulary has more tokens."""
+
+
 def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """``value``, a collection of token ids (text is none), as different ints in the order in which they came."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
         raise InvalidInputError(f"{name}: expected token ids, got {value!r}")
-    return tuple(dict.fromkeys(check_integer(name, token, 0) for token in value))
+    return tuple(dict.fromkeys(check_integer(name, token, 0, MAX_TOKEN_ID) for token in value))
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:

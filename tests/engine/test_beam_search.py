@@ -247,3 +247,18 @@ def test_what_can_never_fit_fails_before_anything_runs(llm: LLM) -> None:
         llm.beam_search([[1]], SamplingParams())  # type: ignore[arg-type]
     assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=7)) == []
     assert llm.stats().steps == 0
+
+
+def test_tenants_search_apart_from_each_other() -> None:
+    """And the queue's bound is for requests, not for what a search is made of."""
+    llm = make_llm(num_blocks=256, max_waiting=2)
+    prompt = list(range(20))
+    params = BeamSearchParams(beam_width=4, max_tokens=3)
+    prompts: list[Any] = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+    one, two, three = llm.beam_search([*prompts[:2], prompts[2]], params)
+    assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in two.sequences]
+    assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in three.sequences]
+    for asked, cached in ((prompt, 0), (prompts[0], 19), ({"prompt_token_ids": prompt, "cache_salt": "c"}, 0)):
+        llm.manager.clear(b"")
+        (output,) = llm.generate([asked], SamplingParams(temperature=0.0, max_tokens=1))
+        assert output.num_cached_tokens == cached

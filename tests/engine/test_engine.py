@@ -341,6 +341,32 @@ def test_a_fork_that_fails_ends_its_request_alone(what: str, monkeypatch: pytest
     assert results[good.request_id].outputs[0].token_ids == reference([9, 2, 3, 4, 5], 5, ignore_eos=True)
 
 
+def test_extreme_parameters_are_nobody_elses() -> None:
+    rig = Rig()
+    extremes: list[dict[str, Any]] = [
+        {"top_k": 2**64},
+        {"temperature": 1e300},
+        {"temperature": 2e-5},
+        {"top_p": 1e-300},
+        {"min_p": 1e-300},
+        {"seed": 2**64 - 1},
+        {"logprobs": 2**40, "max_tokens": 2},
+    ]
+    for options in extremes:
+        rig.add([1, 2, 3], SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **options}))
+    good = rig.add([4, 5], greedy(6, ignore_eos=True))
+    results = rig.run()
+    assert [output.error for output in results.values()] == [None] * (len(extremes) + 1)
+    assert results[good.request_id].outputs[0].token_ids == reference([4, 5], 6, ignore_eos=True)
+
+
+def test_parameters_that_leave_no_token_are_told_from_a_model_that_fails() -> None:
+    rig = Rig()
+    params = greedy(3, allowed_token_ids=[5], min_tokens=3, stop_token_ids=[5])
+    request = rig.add([1, 2], params)
+    assert "its parameters leave no token" in str(rig.run()[request.request_id].error)
+
+
 def test_figures_of_a_stream_are_those_of_now() -> None:
     rig = Rig()
     request = rig.add([1, 2, 3], SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True), stream=True)

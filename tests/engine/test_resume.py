@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from leafkv import (
@@ -95,8 +96,11 @@ def test_any_workload_goes_on_from_any_point(seed: int, tmp_path: Path) -> None:
             had = [rng.randint(0, sample.num_output_tokens) for sample in request.samples]
             ended = {sample.finish_reason for sample in request.samples}
             if "error" in ended:
-                with pytest.raises(Exception, match=r".*"):
-                    list(llm.stream(request_id=request.request_id, after=had))
+                told: list[RequestOutput] = []
+                with pytest.raises(LeafKVError, match=r"RuntimeError|not a distribution|leave no token|broke"):
+                    told.extend(llm.stream(request_id=request.request_id, after=had))
+                for sample, count, (tokens, *_) in zip(request.samples, had, joined(told, len(had)), strict=True):
+                    assert tokens == sample.output_token_ids[count:]
                 continue
             expected = alone(llm, request)
             rest = joined(llm.stream(request_id=request.request_id, after=had), len(had))
@@ -224,9 +228,11 @@ def test_a_checkpoint_elsewhere_is_the_end_here(tmp_path: Path) -> None:
     stream = llm.stream([1, 2, 3], greedy(10, ignore_eos=True))
     name = next(stream).request_id
     assert llm.checkpoint(tmp_path / "other") == 1
+    killed = resume(copy_journal(tmp_path / "journal", tmp_path / "copy"))
+    assert killed.resumed == [], "also if nobody makes a step any more"
+    assert llm.generate([5], greedy(2))[0].outputs[0].token_ids == reference([5], 2)
     with pytest.raises(HandedOverError):
         list(stream)
-    assert llm.generate([5], greedy(2))[0].outputs[0].token_ids == reference([5], 2)
     llm.close()
     assert resume(tmp_path / "journal").resumed == []
     assert resume(tmp_path / "other").resumed == [name]
@@ -240,7 +246,7 @@ def test_a_checkpoint_that_fails_changes_nothing(tmp_path: Path) -> None:
     next(bad)
     with pytest.raises(InvalidInputError, match="logits_processors"):
         llm.checkpoint(tmp_path / "journal")
-    assert resume(copy_journal(tmp_path / "journal", tmp_path / "copy")).resumed == []
+    assert not (tmp_path / "journal").exists()
     assert len(list(bad)) == 9
     assert llm.checkpoint(tmp_path / "journal") == 1
     (output,) = resume(tmp_path / "journal").collect()
@@ -290,6 +296,106 @@ def test_collect_gives_all_of_them_also_those_that_fail(tmp_path: Path) -> None:
     assert [output.error is not None for output in outputs] == [True, False, False]
     for i in (1, 2):
         assert outputs[i].outputs[0].token_ids == reference([i, 2], 9, ignore_eos=True)
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt(), JournalError("the disk is full")])
+def test_what_interrupts_a_call_ends_nothing_for_good(trouble: BaseException, tmp_path: Path) -> None:
+    """Ctrl-C and full disks: whoever asks again gets all of it."""
+    with make_llm(journal=tmp_path / "journal") as llm:
+        streams = [llm.stream([i, 2], greedy(9, ignore_eos=True)) for i in range(3)]
+        names = [next(stream).request_id for stream in streams]
+    again = resume(tmp_path / "journal")
+    step = again.engine.step
+    calls = iter(range(100))
+
+    def perhaps() -> list[RequestOutput]:
+        if next(calls) == 3:
+            raise trouble
+        return step()
+
+    again.engine.step = perhaps  # type: ignore[method-assign]
+    with pytest.raises(type(trouble)):
+        again.collect()
+    assert again.resumed == names
+    assert [output.outputs[0].token_ids for output in again.collect()] == [
+        reference([i, 2], 9, ignore_eos=True) for i in range(3)
+    ]
+    calls = iter(range(3, 100))
+    with pytest.raises(type(trouble)):
+        again.generate([[5, 6]], greedy(9, ignore_eos=True))
+    assert again.manager.stats().held_blocks == 0
+    again.close()
+    (output,) = resume(tmp_path / "journal").collect()
+    assert output.outputs[0].token_ids == reference([5, 6], 9, ignore_eos=True)
+
+
+def test_the_last_tokens_come_before_the_error(tmp_path: Path) -> None:
+    """As they come, of a journal, and to who comes back."""
+
+    def make(model: ToyModel) -> Any:
+        return ToyLoaded(model)
+
+    model = ToyModel()
+    llm = LLM(make(model), **OPTIONS, journal=tmp_path / "journal")
+    stream = llm.stream([1, 2], greedy(9, ignore_eos=True))
+    name = next(stream).request_id
+    next(stream)
+    model.before_forward = fail(RuntimeError("the model broke"))
+    with pytest.raises(RuntimeError, match="the model broke"):
+        next(stream)
+    told: list[int] = []
+    with pytest.raises(LeafKVError, match="the model broke"):  # noqa: PT012 (it is the second result that raises)
+        for output in llm.stream(request_id=name, after=1):
+            told += output.outputs[0].token_ids
+    assert told == reference([1, 2], 2, ignore_eos=True)[1:]
+
+
+def test_text_that_was_held_back_is_shown_once(tmp_path: Path) -> None:
+    tokens = reference([1, 2], 9, ignore_eos=True)
+    text = ToyTokenizer().decode(tokens)
+    params = greedy(9, ignore_eos=True, stop=[f"{text[-2:]}zz"])
+    llm = make_llm(journal=tmp_path / "journal")
+    *_, last = llm.stream([1, 2], params)
+    assert last.outputs[0].text == text
+    for after in range(10):
+        rest = joined(llm.stream(request_id=last.request_id, after=after), 1)
+        shown = ToyTokenizer().decode(tokens[:after])
+        shown = shown if after < 9 else text
+        assert rest[0][0] == tokens[after:]
+        assert (shown + rest[0][1]).startswith(text) or after in {8, 9}
+        assert after < 9 or rest[0][1] == ""
+
+
+def test_another_model_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """Whatever differs: what it says does."""
+
+    class Other(ToyModel):
+        def forward(self, batch: Any, cache: Any) -> Any:
+            return super().forward(batch, cache) * np.float32(1.5)
+
+    make_llm(journal=tmp_path / "journal").close()
+    loaded: Any = ToyLoaded(Other())
+    with pytest.raises(JournalError, match="fingerprint"):
+        LLM.resume(tmp_path / "journal", loaded, **OPTIONS)
+
+
+def test_an_error_that_cannot_be_written_down_is_one_all_the_same(tmp_path: Path) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    model = ToyModel()
+    loaded: Any = ToyLoaded(model)
+    llm = LLM(loaded, **OPTIONS, journal=tmp_path / "journal")
+    stream = llm.stream([1, 2], greedy(9, ignore_eos=True))
+    name = next(stream).request_id
+    model.before_forward = fail(MuteError())
+    with pytest.raises(MuteError):
+        next(stream)
+    model.before_forward = lambda batch: None
+    with pytest.raises(LeafKVError, match="MuteError"):
+        list(llm.stream(request_id=name, after=1))
+    assert llm.generate([5], greedy(3))[0].outputs[0].token_ids == reference([5], 3)
 
 
 def test_figures_of_a_resumed_request_are_of_this_process(tmp_path: Path) -> None:
@@ -648,5 +754,5 @@ def test_a_request_that_fails_is_not_tried_again(tmp_path: Path) -> None:
     llm.close()
     again = resume(tmp_path / "journal")
     assert again.resumed == []
-    with pytest.raises(Exception, match="the model broke"):
+    with pytest.raises(LeafKVError, match="RuntimeError: the model broke"):
         list(again.stream(request_id=name))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from leafkv import InvalidInputError, RequestOutput, RequestOutputKind, SamplingParams
-from leafkv.engine.output_collector import merge
+from leafkv.engine.outputs import merge
 from leafkv.engine.request import Request
 
 from .rig import Rig, greedy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from leafkv import LLM, InvalidInputError, RequestOutput, RequestOutputKind, SamplingParams
-from leafkv.engine.output_collector import merge
+from leafkv.engine.outputs import merge
 from leafkv.engine.request import Sample
 from leafkv.engine.sampler import pick
 from leafkv.engine.speculation import PromptLookup, proposer_of

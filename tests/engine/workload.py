@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from leafkv import QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
 from leafkv.engine.logprobs import token_logprobs
-from leafkv.engine.output_collector import merge
+from leafkv.engine.outputs import merge
 from leafkv.engine.request import Request, Sample
 from leafkv.engine.router import Router
 from leafkv.engine.sampler import pick

@@ -195,6 +195,16 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         top_k(noise(2, 0), 1)
     with pytest.raises(InvalidInputError, match=r"^draws: got 1, expected one for each of 2 rows"):
         draw(noise(2, 5), [(1, 2, 1.0, 0, 1.0, 0.0)])
+    malformed: list[Any] = [
+        None,
+        [None],
+        [(1, 2, 1.0, 0, 1.0)],
+        [(-1, 2, 1.0, 0, 1.0, 0.0)],
+        [(1, 2, 1.0, 2**64, 1.0, 0.0)],
+    ]
+    for draws in malformed:
+        with pytest.raises(InvalidInputError, match=r"^draws: .*, expected \(seed, position"):
+            draw(noise(1, 5), draws)
     with pytest.raises(InvalidInputError, match=r"^temperature: got 0 for row 0"):
         draw(noise(1, 5), [(1, 2, 0.0, 0, 1.0, 0.0)])
 

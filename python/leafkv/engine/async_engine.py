@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ from leafkv.engine.build import Built, EngineArgs, build
 from leafkv.engine.engine_thread import EngineThread
 from leafkv.engine.journal import Journal
 from leafkv.engine.output_collector import OutputCollector
+from leafkv.engine.outputs import Told
 from leafkv.engine.recorder import restore_unfinished
-from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
+from leafkv.engine.resumed import Rest, existing, recorded
 from leafkv.engine.sampling_params import RequestOutputKind
 from leafkv.errors import InvalidInputError
 
@@ -51,6 +52,7 @@ class AsyncEngine:
         InvalidInputError: an argument is malformed, or not what ``model`` was loaded with.
         ModelLoadError: the model cannot be read, or not be quantized like that.
         InsufficientMemoryError: the KV cache does not fit in free memory.
+        JournalError: the journal is damaged, in use, or of another model.
     """
 
     def __init__(self, model: str | Path | LoadedModel | None = None, **options: Any) -> None:
@@ -82,7 +84,7 @@ class AsyncEngine:
         self.cache = built.cache
         self._router = built.router
         self._tokenizer = built.tokenizer
-        self._identity = built.identity
+        self._identify = built.identify
         self._journal = built.journal
         self._thread = EngineThread(built.engine, resumed)
         weakref.finalize(self, self._thread.stop)
@@ -110,12 +112,17 @@ class AsyncEngine:
 
         Raises:
             InvalidInputError: the request is malformed or can never fit; nothing has been queued then.
+            MissingExtraError: ``structured_outputs`` need the extra "guided".
+            QueueFullError: ``max_waiting`` requests wait already.
+            JournalError: the request could not be written down, and was not taken.
             EngineDeadError: the engine was shut down, or has died.
-            Exception: what ended the request, and no other: an error of the model in its step, for example.
+            Exception: what ended the request, after the tokens that came before it: a `QueueTimeoutError`, a
+                `HandedOverError`, an error of the model in its step.
         """
         self._thread.check()
         request = await asyncio.to_thread(self._prepare, prompt, sampling_params, request_id, priority)
-        collector = OutputCollector(delta=request.params.output_kind is RequestOutputKind.DELTA)
+        delta = request.params.output_kind is RequestOutputKind.DELTA
+        collector, told = OutputCollector(delta=delta), Told(delta=delta)
         thread = self._router.choose((self._thread,))
         subscription = _Subscription(thread, request)
         try:
@@ -123,10 +130,11 @@ class AsyncEngine:
             finished = False
             while not finished:
                 output = await collector.get()
+                finished = output.finished
+                if told.news(output):
+                    yield output
                 if output.error is not None:
                     raise output.error
-                finished = output.finished
-                yield output
         finally:
             subscription.close()
 
@@ -146,13 +154,13 @@ class AsyncEngine:
             Exception: what ended the request.
         """
         request = await asyncio.wrap_future(self._thread.ask(partial(_resumed, self._thread, request_id)))
+        told = Told(delta=True)
         if request is None:
-            ended, output = await asyncio.to_thread(self._recorded, request_id)
-            rest = Rest(self._router, ended, after).of(output)
-            if output.error is not None:
+            output = await asyncio.to_thread(recorded, self._router, self._journal, request_id, after)
+            if output is not None and told.news(output):
+                yield output
+            if output is not None and output.error is not None:
                 raise output.error
-            if rest is not None:
-                yield rest
             return
         cut, collector = Rest(self._router, request, after), OutputCollector(delta=True)
         attach = partial(_attach, self._thread, request_id, collector)
@@ -163,11 +171,12 @@ class AsyncEngine:
             finished = False
             while not finished:
                 output = await collector.get()
+                finished = output.finished
+                rest = cut.of(output)
+                if rest is not None and told.news(rest):
+                    yield rest
                 if output.error is not None:
                     raise output.error
-                finished = output.finished
-                if (rest := cut.of(output)) is not None:
-                    yield rest
         finally:
             subscription.close()
 
@@ -183,8 +192,8 @@ class AsyncEngine:
             InvalidInputError: there is no journal, or a request cannot be written down.
             JournalError: the journal cannot be written; nothing has changed.
         """
-        journal = None if path is None else Journal(path, self._identity)
-        return await asyncio.wrap_future(self._thread.ask(partial(_checkpoint, journal)))
+        opened = None if path is None else lambda: Journal(path, self._identify())
+        return await asyncio.wrap_future(self._thread.ask(partial(_checkpoint, opened)))
 
     async def abort(self, request_id: str) -> None:
         """End a request, in whatever state: its blocks are free when this returns, its consumer is told.
@@ -207,7 +216,7 @@ class AsyncEngine:
         return self._thread.stats()
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine was shut down or has died."""
+        """Raise EngineDeadError if the engine was shut down or has died, JournalError while it cannot write its own."""
         self._thread.check()
 
     @property
@@ -245,12 +254,6 @@ class AsyncEngine:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    def _recorded(self, request_id: str) -> tuple[Request, RequestOutput]:
-        record = None if self._journal is None else self._journal.request(request_id)
-        if record is None or not record.finished:
-            raise not_there(request_id, record, self._journal)
-        return recorded_output(self._router, record)
-
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int) -> Request:
         return self._router.prepare(prompt, params, request_id=request_id, priority=priority, stream=True)
 
@@ -282,8 +285,8 @@ def _attach(thread: EngineThread, request_id: str, collector: OutputCollector, _
     return thread.attach(request_id, collector)
 
 
-def _checkpoint(journal: Journal | None, engine: Engine) -> int:
-    return engine.checkpoint(journal)
+def _checkpoint(opened: Callable[[], Journal] | None, engine: Engine) -> int:
+    return engine.checkpoint(opened)
 
 
 def _clear(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import numpy as np
 
@@ -99,22 +99,26 @@ class _Search:
 
     def advance(self, logprobs: Sequence[Mapping[int, float]]) -> None:
         """One step: continue each live beam, given what may follow it."""
-        continued: list[BeamSearchSequence] = []
-        for beam, following in zip(self.live, logprobs, strict=True):
+        continued: list[tuple[float, int, int]] = []
+        """What they are worth, which live beam, and by which token."""
+        for at, (beam, following) in enumerate(zip(self.live, logprobs, strict=True)):
             for token, logprob in nlargest(self._count, following.items(), key=itemgetter(1)):
                 if logprob == -inf:
                     continue
                 # Rounding may leave a certain token with a little more than 0.
                 cum_logprob = beam.cum_logprob + min(logprob, 0.0)
-                ends = token in self._eos
-                kept = () if ends and not self._params.include_stop_str_in_output else (token,)
-                new = BeamSearchSequence([*beam.tokens, *kept], [*beam.logprobs, following], cum_logprob)
-                if ends:
-                    new.finish_reason, new.stop_reason = "stop", token
-                    self._end(new, len(beam.tokens))
-                else:
-                    continued.append(new)
-        self.live = nlargest(self._params.beam_width, continued, key=attrgetter("cum_logprob"))
+                if token not in self._eos:
+                    continued.append((cum_logprob, at, token))
+                    continue
+                kept = (token,) if self._params.include_stop_str_in_output else ()
+                ended = BeamSearchSequence([*beam.tokens, *kept], [*beam.logprobs, following], cum_logprob)
+                ended.finish_reason, ended.stop_reason = "stop", token
+                self._end(ended, len(beam.tokens))
+        best = nlargest(self._params.beam_width, continued, key=itemgetter(0))
+        self.live = [
+            BeamSearchSequence([*self.live[at].tokens, token], [*self.live[at].logprobs, logprobs[at]], cum_logprob)
+            for cum_logprob, at, token in best
+        ]
         if self._settled():
             self.live = []
 

@@ -1,20 +1,22 @@
 """From options to an engine: what :class:`leafkv.LLM` and :class:`leafkv.AsyncEngine` have in common.
 
 :class:`EngineArgs` are the options, checked when they are made, before a model is read. :func:`build` loads the model,
-sizes the KV memory and puts router and engine on top. The names, defaults and checks of options are here alone.
+sizes the KV memory and puts router and engine on top. The checks of options are here alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leafkv import log
-from leafkv._checks import check_integer, check_number
+from leafkv._checks import check_bool, check_integer, check_number
 from leafkv._core import instruction_set
 from leafkv.engine.engine import Engine
+from leafkv.engine.fingerprint import fingerprint
 from leafkv.engine.journal import Journal
 from leafkv.engine.logprobs import token_decoder
 from leafkv.engine.router import Router
@@ -81,8 +83,7 @@ class EngineArgs:
             if value is not None or name in _NEVER_NONE:
                 values[name] = check_integer(name, value, 1, most)
         for name in ("enable_prefix_caching", "partial_hits"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         Conversion(self.dtype, self.quantization)  # which checks them
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -103,17 +104,15 @@ class EngineArgs:
 class Built:
     """An engine, and what it was built of."""
 
-    args: EngineArgs
     router: Router
     engine: Engine
     manager: KVManager
     cache: KVCache
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    loaded: LoadedModel
-    identity: dict[str, str | int]
-    """What a journal of its requests belongs to."""
     journal: Journal | None
+    identify: Callable[[], dict[str, str | int]]
+    """What a journal of its requests belongs to; it takes a step of the model."""
 
 
 def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
@@ -162,8 +161,9 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         has_priorities=args.scheduling_policy == "priority",
         model_name=name,
     )
-    identity = identity_of(loaded, kv_dtype)
-    journal = None if args.journal is None else Journal(args.journal, identity)
+    journal = None
+    if args.journal is not None:
+        journal = Journal(args.journal, identity_of(loaded, kv_dtype, args.num_threads))
     engine = Engine(
         loaded.model,
         manager,
@@ -180,20 +180,20 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         decode=None if tokenizer is None else token_decoder(tokenizer),
         journal=journal,
     )
-    return Built(args, router, engine, manager, cache, tokenizer, eos_token_ids, loaded, identity, journal)
+    identify = partial(identity_of, loaded, kv_dtype, args.num_threads)
+    return Built(router, engine, manager, cache, tokenizer, eos_token_ids, journal, identify)
 
 
-def identity_of(loaded: LoadedModel, kv_cache_dtype: str) -> dict[str, str | int]:
-    """What a journal belongs to: requests go on to the same tokens with this model alone."""
-    config = loaded.config
+def identity_of(loaded: LoadedModel, kv_cache_dtype: str, num_threads: int | None) -> dict[str, str | int]:
+    """What a journal belongs to: requests go on to the same tokens where all of this is the same."""
     return {
         "model": getattr(loaded, "name", "model"),
         "dtype": getattr(loaded, "dtype", "float32"),
         "quantization": getattr(loaded, "quantization", None) or "none",
         "kv_cache_dtype": kv_cache_dtype,
-        "vocab_size": config.vocab_size,
-        "num_layers": config.num_layers,
+        "vocab_size": loaded.config.vocab_size,
         "instruction_set": instruction_set(),
+        "fingerprint": fingerprint(loaded.model, kv_cache_dtype, num_threads),
     }
 
 

@@ -61,7 +61,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = tokenizer.decode_stream(skip_special_tokens)
-        self._stops = stop_strings((stop,) if isinstance(stop, str) else tuple(stop)) if stop else None
+        self._stops = stop_strings(tuple(stop)) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0

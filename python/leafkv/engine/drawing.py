@@ -9,7 +9,6 @@ that is all; otherwise there is a loop over the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leafkv._core import draw as core_draw
-from leafkv.engine.logprobs import decode_tokens, prompt_logprobs
+from leafkv.engine.logprobs import Decode, decode_tokens, prompt_logprobs, token_logprobs
 from leafkv.engine.sampler import INVALID, greedy, pick
 from leafkv.errors import LeafKVError
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from leafkv.engine.logprobs import Logprob
     from leafkv.engine.request import Request, Sample
     from leafkv.engine.work import Work
-
-    Decode = Callable[[int], str] | None
 
 
 @dataclass(slots=True)
@@ -58,7 +55,7 @@ def draw(
     forking: Collection[Request] = (),
     thorough: Collection[Request] = (),
     num_threads: int | None = None,
-    decode: Decode = None,
+    decode: Decode | None = None,
 ) -> Drawn:
     """Draw the next tokens of those samples whose last known token the step has computed.
 
@@ -115,9 +112,8 @@ def draw_ahead(
     num_threads: int | None,
 ) -> NDArray[np.int64]:
     """What is drawn from each row as it is: -1 from what is no distribution."""
-    tokens = greedy(logits, num_threads)
     if work.greedy:
-        return tokens
+        return greedy(logits, num_threads)
     rows: list[int] = []
     draws = []
     ends = wanted.cumsum().tolist()
@@ -129,13 +125,16 @@ def draw_ahead(
             known = len(sample.tokens) - first
             rows += range(first, end)
             draws += [params.draw(sample.seed, known + row) for row in range(first, end)]
+    if len(rows) == len(logits):
+        return core_draw(logits, draws, num_threads=num_threads)
+    tokens = greedy(logits, num_threads)
     if rows:
-        tokens[rows] = core_draw(logits if len(rows) == len(logits) else logits[rows], draws, num_threads=num_threads)
+        tokens[rows] = core_draw(logits[rows], draws, num_threads=num_threads)
     return tokens
 
 
 def follow(
-    rows: NDArray[np.float32], ahead: list[int], sample: Sample, drafts: list[int], drawn: Drawn, decode: Decode
+    rows: NDArray[np.float32], ahead: list[int], sample: Sample, drafts: list[int], drawn: Drawn, decode: Decode | None
 ) -> list[int]:
     """Draw from one row after another, as long as that gives the drafts."""
     known = len(sample.tokens)
@@ -159,14 +158,17 @@ def follow(
     return tokens
 
 
-def draw_one(row: NDArray[np.float32], plain: int | None, sample: Sample, drawn: Drawn, decode: Decode) -> int:
+def draw_one(row: NDArray[np.float32], plain: int | None, sample: Sample, drawn: Drawn, decode: Decode | None) -> int:
     """Draw the next token of a sample. ``plain`` is what comes of the row as it is, if that is known."""
-    if plain is not None and sample.params.plain:
-        token, logprobs = plain, None
-    else:
+    params = sample.params
+    if plain is None or not params.unchanged:
         token, logprobs = pick(row, sample)
+    else:
+        token = plain
+        wanted = params.logprobs is not None and token != INVALID
+        logprobs = token_logprobs(row, token, params.logprobs or 0) if wanted else None
     if token == INVALID:
-        raise no_distribution(sample)
+        raise no_distribution(sample) if plain is None or plain == INVALID else no_token(sample)
     if logprobs is not None:
         if decode is not None:
             decode_tokens(logprobs, decode)
@@ -174,7 +176,7 @@ def draw_one(row: NDArray[np.float32], plain: int | None, sample: Sample, drawn:
     return token
 
 
-def note_prompt(request: Request, first: int, logits: NDArray[np.float32], decode: Decode) -> None:
+def note_prompt(request: Request, first: int, logits: NDArray[np.float32], decode: Decode | None) -> None:
     """Add the logprobs of prompt tokens that come after those at ``first`` and on, whose logits these are."""
     noted, k = request.prompt_logprobs, request.params.prompt_logprobs
     if noted is None or k is None:
@@ -191,3 +193,9 @@ def no_distribution(sample: Sample) -> LeafKVError:
     """What is said where nothing can be drawn."""
     where = f"request {sample.request.request_id}: the logits after {len(sample.tokens)} tokens"
     return LeafKVError(f"{where} are not a distribution (NaN, infinite, or all -inf)")
+
+
+def no_token(sample: Sample) -> LeafKVError:
+    """What is said where the model has a next token, and the parameters allow none."""
+    where = f"request {sample.request.request_id}, after {len(sample.tokens)} tokens"
+    return LeafKVError(f"{where}: its parameters leave no token")

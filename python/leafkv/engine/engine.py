@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from leafkv.engine.batch_builder import BatchBuilder
 from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
-from leafkv.engine.recorder import Recorder
+from leafkv.engine.recorder import Recorder, copies
 from leafkv.engine.running import EOS, KNOWN, LAST, LIMIT, PROMPT, WATCHED
 from leafkv.engine.scheduler import Scheduler
 from leafkv.engine.work import Work
@@ -150,7 +150,8 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidInputError(f"request_id: {request.request_id!r} belongs to a request not finished yet")
         waiting = self.scheduler.num_waiting
-        if self._max_waiting is not None and waiting >= self._max_waiting and not journaled:
+        bounded = self._max_waiting is not None and request.recorded and not journaled
+        if bounded and waiting >= (self._max_waiting or 0):
             raise QueueFullError(f"{waiting} requests are waiting, which is as many as may (max_waiting)")
         if self._recorder is not None and request.recorded and not journaled:
             self._recorder.admit(request)
@@ -217,11 +218,12 @@ class Engine:
         news, self._news = self._news, {}
         return [RequestOutput.of(request) for request in news]
 
-    def checkpoint(self, journal: Journal | None = None) -> int:
+    def checkpoint(self, opened: Callable[[], Journal] | None = None) -> int:
         """Hand all unfinished requests over to whoever opens the journal: here they end with a `HandedOverError`.
 
         Args:
-            journal: where to, and closed in the end; by default the engine's own, which takes no more requests then.
+            opened: opens the journal that they go to, which is closed in the end; by default it is the engine's own,
+                which takes no more requests then.
 
         Returns:
             How many requests were handed over. Those that have ended stay where they are.
@@ -232,12 +234,10 @@ class Engine:
         """
         own = self._recorder
         requests = [request for request in self._requests.values() if request.recorded]
-        if journal is not None:
-            with journal:
-                recorder = Recorder(journal)
-                for request in requests:
-                    recorder.copy(request)
-                recorder.flush()
+        if opened is not None:
+            admitted, tokens, ended = copies(requests)
+            with opened() as journal:
+                journal.write(admitted=admitted, tokens=tokens, ended=ended)
         elif own is not None:
             own.flush()
             self._recorder = None  # that they end here is not what the journal says
@@ -247,8 +247,11 @@ class Engine:
             error = HandedOverError(f"request {request.request_id} was handed over, by a checkpoint")
             self._finish(request, "abort", error)
         self._recorder = own
-        if journal is None:
+        if opened is None:
             self.close()
+        else:
+            with suppress(JournalError):  # the next step tries again, and says so
+                self._record()
         return len(requests)
 
     def close(self) -> None:
@@ -302,9 +305,9 @@ class Engine:
 
     def _compute(self, work: Work) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Run the model; return logits, and how many rows of them each item has: of its last tokens."""
-        for copies in (*work.copies, self.manager.copies()):
-            if len(copies):
-                self.cache.copy_blocks(copies)
+        for pairs in (*work.copies, self.manager.copies()):
+            if len(pairs):
+                self.cache.copy_blocks(pairs)
         wanted = self.scheduler.logits_wanted(work)
         batch = self._builder.build(work, self.scheduler.running, wanted)
         logits: NDArray[np.float32] = self.model.forward(batch, self.cache)

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from leafkv import log
-from leafkv.engine.output_collector import merge
+from leafkv.engine.outputs import merge
 from leafkv.errors import EngineDeadError, JournalError
 
 if TYPE_CHECKING:

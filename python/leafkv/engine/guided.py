@@ -141,12 +141,11 @@ class GuideCompiler:
 
     def _read_tokenizer(self) -> Any:
         if self._read is None:
-            backend = getattr(self._tokenizer, "_backend", None)
-            if backend is None:
+            if not hasattr(self._tokenizer, "to_json"):
                 raise InvalidInputError("structured_outputs: this model has no tokenizer that can be guided")
             try:
                 self._read = self._library.LLTokenizer(
-                    backend.to_str(),
+                    self._tokenizer.to_json(),
                     n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
                     eos_token=self._eos_token_ids or None,
                 )

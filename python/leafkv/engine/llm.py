@@ -14,14 +14,13 @@ from leafkv.engine.build import EngineArgs, build
 from leafkv.engine.engine import EngineStats
 from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.journal import Journal
-from leafkv.engine.output_collector import merge
-from leafkv.engine.outputs import RequestOutput
+from leafkv.engine.outputs import RequestOutput, Told, merge
 from leafkv.engine.progress import progress_bar
 from leafkv.engine.recorder import restore_unfinished
-from leafkv.engine.resumed import Rest, existing, not_there, recorded_output
+from leafkv.engine.resumed import Rest, existing, recorded
 from leafkv.engine.router import Message, Prompt, as_prompts, is_chat
 from leafkv.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from leafkv.errors import InvalidInputError, InvariantError
+from leafkv.errors import InvalidInputError, InvariantError, JournalError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -62,12 +61,14 @@ class LLM:
         max_waiting: requests that wait at the same time at most: one more is refused. None for no bound.
         queue_timeout: seconds that a request waits at most before it first runs; None for no bound.
         speculative_config: guess tokens and check them several at a time, as vLLM's option of this name; None to not.
-        journal: a file in which requests survive the end of the process; None for no file.
+        journal: a file in which requests survive the end of the process, see :meth:`resume`; it keeps answers until a
+            thousand others have ended after them. None for no file.
 
     Raises:
         InvalidInputError: an argument is malformed, or not what ``model`` was loaded with.
         ModelLoadError: the model cannot be read, or not be quantized like that.
         InsufficientMemoryError: the KV cache does not fit in free memory.
+        JournalError: the journal is damaged, in use, or of another model.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LLM:
         self._lock = threading.Lock()
         self._inboxes: dict[str, _Inbox] = {}
         self._dropped: deque[str] = deque()
-        self._identity = built.identity
+        self._identify = built.identify
         self._journal = built.journal
         self._resumed: dict[str, Request] = {}
         """Requests that have come back from the journal, and that nobody has asked for yet."""
@@ -163,10 +164,11 @@ class LLM:
         inboxes = [self._inboxes[request.request_id] for request in requests]
         try:
             for inbox in inboxes:
-                while not (inbox.outputs and inbox.outputs[-1].finished):
-                    self._advance()
-        finally:
-            self._drop(requests)
+                self._fill(inbox, finished=True)
+        except BaseException:  # nobody has got anything yet: all of them can be asked for again
+            self._resumed |= {request.request_id: request for request in requests}
+            raise
+        self._drop(requests)
         return [reduce(partial(merge, delta=True), inbox.outputs) for inbox in inboxes]
 
     def checkpoint(self, path: str | Path | None = None) -> int:
@@ -182,12 +184,13 @@ class LLM:
             JournalError: the journal cannot be written; nothing has changed.
         """
         with self._lock, interrupts_deferred():
-            count = self.engine.checkpoint(None if path is None else Journal(path, self._identity))
+            count = self.engine.checkpoint(None if path is None else lambda: Journal(path, self._identify()))
         self._abort_dropped()
         return count
 
     def close(self) -> None:
         """Write what is left to the journal, and let go of it. Requests that have not ended stay in it."""
+        self._abort_dropped()
         with self._lock:
             self.engine.close()
 
@@ -242,8 +245,13 @@ class LLM:
             with progress_bar(len(requests), shown=use_tqdm) as advance:
                 while len(finished) < len(requests):
                     output = self._next(inbox)
+                    if output.error is not None:
+                        raise output.error
                     finished[output.request_id] = output
                     advance()
+        except (KeyboardInterrupt, JournalError):
+            self._forget(requests)
+            raise
         finally:
             self._drop(requests)
         return [finished[request.request_id] for request in requests]
@@ -289,6 +297,8 @@ class LLM:
 
         Raises:
             InvalidInputError: the prompt is malformed or can never fit; there is no such request.
+            Exception: as for :meth:`generate`, while results are asked for, after the tokens that came before it.
+            HandedOverError: a :meth:`checkpoint` has handed the request over.
         """
         if prompt is not None:
             if request_id is not None or after != 0:
@@ -299,11 +309,7 @@ class LLM:
         request = self._resumed.get(request_id)
         if request is not None:
             return self._go_on(request, Rest(self._router, request, after))
-        record = None if self._journal is None else self._journal.request(request_id)
-        if record is None or not record.finished:
-            raise not_there(request_id, record, self._journal)
-        request, output = recorded_output(self._router, record)
-        return _told(Rest(self._router, request, after).of(output))
+        return _raising(recorded(self._router, self._journal, request_id, after))
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers to prompts, ``params.beam_width`` to each; the results are in the prompts' order.
@@ -319,16 +325,19 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise InvalidInputError(f"params: expected BeamSearchParams, got {params!r}")
         limits = SamplingParams(max_tokens=params.max_tokens)
-        token_ids = [self._router.prepare(prompt, limits).prompt_token_ids for prompt in as_prompts(prompts)]
-        eos_token_ids = self._eos_token_ids
-        count = num_candidates(params, eos_token_ids)
-
-        def next_logprobs(contexts: list[list[int]]) -> list[dict[int, float]]:
-            if params.temperature in (0.0, 1.0):
-                return self._next_logprobs(contexts, min(count, self._router.vocab_size))
-            return [at_temperature(each, params.temperature) for each in self._next_logprobs(contexts, -1)]
-
-        outputs = search(token_ids, params, eos_token_ids, next_logprobs)
+        requests = [self._router.prepare(prompt, limits) for prompt in as_prompts(prompts)]
+        outputs: list[BeamSearchOutput] = [BeamSearchOutput([]) for _ in requests]
+        # The beams of all prompts make their steps together, as far as they may share anything.
+        for salt in dict.fromkeys(request.cache_salt for request in requests):
+            places = [place for place, request in enumerate(requests) if request.cache_salt == salt]
+            found = search(
+                [requests[place].prompt_token_ids for place in places],
+                params,
+                self._eos_token_ids,
+                partial(self._next_logprobs, params, salt),
+            )
+            for place, output in zip(places, found, strict=True):
+                outputs[place] = output
         if self._tokenizer is not None:
             for sequence in (sequence for output in outputs for sequence in output.sequences):
                 sequence.text = self._tokenizer.decode(sequence.tokens, skip_special_tokens=False)
@@ -355,38 +364,57 @@ class LLM:
         """The model's tokenizer."""
         return self._tokenizer
 
-    def _next_logprobs(self, contexts: list[list[int]], count: int) -> list[dict[int, float]]:
-        """The log-probabilities of the ``count`` likeliest tokens after each context, or of all (-1)."""
+    def _next_logprobs(
+        self, search: BeamSearchParams, salt: str | None, contexts: list[list[int]]
+    ) -> list[dict[int, float]]:
+        """The log-probabilities of the tokens that a beam search looks at after each context."""
+        scaled = search.temperature not in (0.0, 1.0)
+        count = -1 if scaled else min(num_candidates(search, self._eos_token_ids), self._router.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, logprobs=count)
-        requests = [self._router.prepare(context, params, recorded=False) for context in contexts]
-        answers = [output.outputs[0] for output in self._answer(requests, use_tqdm=False)]
-        return [{token: entry.logprob for token, entry in (answer.logprobs or [{}])[0].items()} for answer in answers]
+        salted = {} if salt is None else {"cache_salt": salt}
+        requests = [
+            self._router.prepare({"prompt_token_ids": context, **salted}, params, recorded=False)
+            for context in contexts
+        ]
+        found = [
+            {token: entry.logprob for token, entry in (output.outputs[0].logprobs or [{}])[0].items()}
+            for output in self._answer(requests, use_tqdm=False)
+        ]
+        return [at_temperature(each, search.temperature) for each in found] if scaled else found
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:
         inbox = _Inbox(delta=request.params.output_kind is RequestOutputKind.DELTA)
         try:
             self._add(request, inbox)
-            while True:
-                output = self._next(inbox)
-                yield output
-                if output.finished:
-                    return
+            yield from self._read(inbox)
+        except (KeyboardInterrupt, JournalError):
+            self._forget([request])
+            raise
         finally:
             self._drop([request])
 
     def _go_on(self, request: Request, rest: Rest) -> Iterator[RequestOutput]:
         if self._resumed.pop(request.request_id, None) is None:
             raise InvalidInputError(f"request_id: somebody else has asked for {request.request_id!r}")
-        inbox = self._inboxes[request.request_id]
         try:
-            while True:
-                output = self._next(inbox)
-                if (news := rest.of(output)) is not None:
-                    yield news
-                if output.finished:
-                    return
+            yield from self._read(self._inboxes[request.request_id], rest)
+        except (KeyboardInterrupt, JournalError):
+            self._forget([request])
+            raise
         finally:
             self._drop([request])
+
+    def _read(self, inbox: _Inbox, rest: Rest | None = None) -> Iterator[RequestOutput]:
+        """What comes of a request, as far as it is in the rest of its answer."""
+        told, finished = Told(delta=inbox.delta), False
+        while not finished:
+            output = self._next(inbox)
+            finished = output.finished
+            news = output if rest is None else rest.of(output)
+            if news is not None and told.news(news):
+                yield news
+            if output.error is not None:
+                raise output.error
 
     def _add(self, request: Request, inbox: _Inbox) -> None:
         with self._lock, interrupts_deferred():
@@ -396,19 +424,16 @@ class LLM:
 
     def _next(self, inbox: _Inbox) -> RequestOutput:
         """The next output for an inbox, after as many steps as it takes; they serve all requests alike."""
-        while not inbox.outputs:
-            self._advance(inbox)
-        output = inbox.outputs.popleft()
-        if output.error is not None:
-            raise output.error
-        return output
+        self._fill(inbox)
+        return inbox.outputs.popleft()
 
-    def _advance(self, inbox: _Inbox | None = None) -> None:
-        """Make a step, unless another thread's has filled the inbox."""
-        with self._lock, interrupts_deferred():
-            if inbox is None or not inbox.outputs:
-                self._step()
-        self._abort_dropped()
+    def _fill(self, inbox: _Inbox, *, finished: bool = False) -> None:
+        """Make steps until an inbox has something, or the end of the answer, be it of another thread's step."""
+        while not inbox.has(finished=finished):
+            with self._lock, interrupts_deferred():
+                if not inbox.has(finished=finished):
+                    self._step()
+            self._abort_dropped()
 
     def _step(self) -> None:
         if not self.engine.has_unfinished_requests():
@@ -417,6 +442,12 @@ class LLM:
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
                 inbox.put(output)
+
+    @staticmethod
+    def _forget(requests: list[Request]) -> None:
+        """After Ctrl-C, or a full disk: that they end here is not what the journal says, so they can be resumed."""
+        for request in requests:
+            request.recorded = False
 
     def _drop(self, requests: list[Request]) -> None:
         """End requests that have not ended, and forget them."""
@@ -449,19 +480,24 @@ class _Inbox:
 
     def __init__(self, *, delta: bool = False) -> None:
         self.outputs: deque[RequestOutput] = deque()
-        self._delta = delta
+        self.delta = delta
+
+    def has(self, *, finished: bool) -> bool:
+        """Whether there is something, or the end of the answer."""
+        return bool(self.outputs) and (not finished or self.outputs[-1].finished)
 
     def put(self, output: RequestOutput) -> None:
         if len(self.outputs) >= MOST_UNREAD and self.outputs[-1].request_id == output.request_id:
-            output = merge(self.outputs.pop(), output, delta=self._delta)
+            output = merge(self.outputs.pop(), output, delta=self.delta)
         self.outputs.append(output)
 
 
-def _told(output: RequestOutput | None) -> Iterator[RequestOutput]:
-    if output is not None:
-        if output.error is not None:
-            raise output.error
+def _raising(output: RequestOutput | None) -> Iterator[RequestOutput]:
+    """An output, and then what ended the request."""
+    if output is not None and Told(delta=True).news(output):
         yield output
+    if output is not None and output.error is not None:
+        raise output.error
 
 
 def _priorities(priority: Any, count: int) -> list[Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from leafkv.engine.outputs import merge
 
 if TYPE_CHECKING:
-    from leafkv.engine.outputs import CompletionOutput, RequestOutput
+    from leafkv.engine.outputs import RequestOutput
 
 
 class OutputCollector:
@@ -68,26 +69,3 @@ class OutputCollector:
                 return output
             if error is not None:
                 raise error
-
-
-def merge(earlier: RequestOutput, later: RequestOutput, *, delta: bool) -> RequestOutput:
-    """One output in place of two. Either may hold some of the samples alone."""
-    answers = {answer.index: answer for answer in earlier.outputs}
-    for answer in later.outputs:
-        before = answers.get(answer.index) if delta else None
-        answers[answer.index] = answer if before is None else _join(before, answer)
-    kept = _only_in(earlier, later, "prompt_logprobs")  # which comes once
-    return replace(later, outputs=[answers[index] for index in sorted(answers)], **kept)
-
-
-def _join(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
-    joined: dict[str, Any] = {"text": earlier.text + later.text, "token_ids": earlier.token_ids + later.token_ids}
-    before, after = (getattr(answer, "logprobs", None) for answer in (earlier, later))
-    if before is not None:
-        joined["logprobs"] = before if after is None else before + after
-    return replace(later, **joined)
-
-
-def _only_in(earlier: RequestOutput, later: RequestOutput, name: str) -> dict[str, Any]:
-    value = getattr(earlier, name, None)
-    return {} if value is None or getattr(later, name, None) is not None else {name: value}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from leafkv.engine.sampling_params import RequestOutputKind
@@ -58,7 +58,8 @@ class RequestOutput:
     ``outputs`` are its samples; of a stream of deltas those that have something new. ``num_cached_tokens`` of the
     prompt's tokens came from the prefix cache when the request was first admitted. ``prompt_logprobs`` has an entry a
     prompt token, None for the first. ``metrics`` are those of now, whenever they are read. ``error`` is what ended it,
-    with ``finish_reason`` "error": `LLM` and `AsyncEngine` raise it where the answer is awaited.
+    with ``finish_reason`` "error", or "abort" if it was handed over: `LLM` and `AsyncEngine` raise it where the answer
+    is awaited, after the tokens that came before it.
     """
 
     request_id: str
@@ -74,11 +75,14 @@ class RequestOutput:
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
         """The state of ``request`` now."""
-        samples = request.samples
-        if request.params.output_kind is RequestOutputKind.DELTA:
+        samples, delta = request.samples, request.params.output_kind is RequestOutputKind.DELTA
+        if delta:
             samples = [sample for sample in samples if has_news(sample)]
         request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
         prompt_logprobs = request.prompt_logprobs
+        if delta:  # in whole, once
+            prompt_logprobs = None if request.prompt_is_sent else prompt_logprobs
+            request.prompt_is_sent = True
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -96,3 +100,39 @@ def has_news(sample: Sample) -> bool:
     """Whether a stream of deltas has not had all of it."""
     ended = sample.finish_reason is not None
     return ended != sample.end_is_sent or sample.num_output_tokens > sample.num_sent_tokens
+
+
+def merge(earlier: RequestOutput, later: RequestOutput, *, delta: bool) -> RequestOutput:
+    """One output in place of two. Either may hold some of the samples alone."""
+    answers = {answer.index: answer for answer in earlier.outputs}
+    for answer in later.outputs:
+        before = answers.get(answer.index) if delta else None
+        answers[answer.index] = answer if before is None else _join(before, answer)
+    prompt_logprobs = earlier.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs
+    return replace(later, outputs=[answers[index] for index in sorted(answers)], prompt_logprobs=prompt_logprobs)
+
+
+def _join(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
+    logprobs = None if earlier.logprobs is None else earlier.logprobs + (later.logprobs or [])
+    text, token_ids = earlier.text + later.text, earlier.token_ids + later.token_ids
+    return replace(later, text=text, token_ids=token_ids, logprobs=logprobs)
+
+
+class Told:
+    """What somebody has been told of a request: of one that has failed, the last tokens come before the error.
+
+    Args:
+        delta: whether an output holds what is new since the one before, or all of the answer.
+    """
+
+    def __init__(self, *, delta: bool) -> None:
+        self._delta = delta
+        self._tokens = 0
+
+    def news(self, output: RequestOutput | None) -> bool:
+        """Whether an output tells anything besides an error."""
+        if output is None:
+            return False
+        before, tokens = self._tokens, sum(len(answer.token_ids) for answer in output.outputs)
+        self._tokens = 0 if self._delta else tokens
+        return output.error is None or tokens > before

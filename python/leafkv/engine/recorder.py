@@ -10,6 +10,7 @@ What a failed write (a full disk) could not take is kept, and goes first into th
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from leafkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from leafkv.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from leafkv.engine.journal import EndRow, Journal, JournaledRequest, TokenRow
     from leafkv.engine.request import Request, Sample
     from leafkv.engine.router import Router
@@ -34,7 +37,6 @@ class Recorder:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self._admitted: list[Admission] = []
         self._tokens: list[TokenRow] = []
         self._ended: list[EndRow] = []
 
@@ -47,31 +49,13 @@ class Recorder:
         """
         self.journal.write(admitted=[_admission(request)])
 
-    def copy(self, request: Request) -> None:
-        """Note all of a request, its tokens so far included.
-
-        Raises:
-            InvalidInputError: its parameters cannot be written down.
-        """
-        self._admitted.append(_admission(request))
-        for sample in request.samples:
-            for position in range(sample.num_output_tokens):
-                self.token(sample, position)
-            if sample.finish_reason is not None:
-                self.end(sample)
-
     def token(self, sample: Sample, position: int) -> None:
         """Note a generated token, by its place among those."""
-        logprobs = None if sample.logprobs is None else _pack(sample.logprobs[position])
-        token = sample.tokens[sample.num_prompt_tokens + position]
-        self._tokens.append((sample.request.request_id, sample.index, position, token, logprobs))
+        self._tokens.append(_token(sample, position))
 
     def end(self, sample: Sample) -> None:
         """Note how a sample has ended."""
-        request, reason = sample.request, sample.finish_reason
-        assert reason is not None
-        error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
-        self._ended.append((request.request_id, sample.index, reason, sample.stop_reason, error))
+        self._ended.append(_end(sample))
 
     def flush(self) -> None:
         """Write what was noted.
@@ -79,9 +63,24 @@ class Recorder:
         Raises:
             JournalError: nothing was written; the next flush tries again.
         """
-        if self._admitted or self._tokens or self._ended:
-            self.journal.write(admitted=self._admitted, tokens=self._tokens, ended=self._ended)
-            self._admitted, self._tokens, self._ended = [], [], []
+        if self._tokens or self._ended:
+            self.journal.write(tokens=self._tokens, ended=self._ended)
+            self._tokens, self._ended = [], []
+
+
+def copies(requests: Iterable[Request]) -> tuple[list[Admission], list[TokenRow], list[EndRow]]:
+    """What a journal has of requests, for one that has nothing of them yet.
+
+    Raises:
+        InvalidInputError: the parameters of one cannot be written down.
+    """
+    requests = [*requests]
+    samples = [sample for request in requests for sample in request.samples]
+    return (
+        [_admission(request) for request in requests],
+        [_token(sample, position) for sample in samples for position in range(sample.num_output_tokens)],
+        [_end(sample) for sample in samples if sample.finish_reason is not None],
+    )
 
 
 def restore(router: Router, record: JournaledRequest) -> Request:
@@ -141,6 +140,23 @@ def _admission(request: Request) -> Admission:
         max_tokens=request.max_tokens,
         cache_salt=request.cache_salt,
     )
+
+
+def _token(sample: Sample, position: int) -> TokenRow:
+    logprobs = None if sample.logprobs is None else _pack(sample.logprobs[position])
+    token = sample.tokens[sample.num_prompt_tokens + position]
+    return sample.request.request_id, sample.index, position, token, logprobs
+
+
+def _end(sample: Sample) -> EndRow:
+    request, reason = sample.request, sample.finish_reason
+    assert reason is not None
+    error = None
+    if request.error is not None:
+        error = type(request.error).__name__
+        with suppress(Exception):  # it may be of anybody's making
+            error = f"{error}: {request.error}"
+    return request.request_id, sample.index, reason, sample.stop_reason, error
 
 
 def _pack(logprobs: dict[int, Logprob]) -> str:

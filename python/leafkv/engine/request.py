@@ -187,7 +187,7 @@ class Request:
     priority: int = 0
     """Lower goes first, where the scheduler's policy is by priority."""
     recorded: bool = True
-    """Whether the journal has it, where there is one: not what somebody asks only to answer something else."""
+    """Whether it is for the journal, and for the bound of the queue: not what only answers a part of something else."""
     stream: bool = False
     """Whether every token is reported, or the finished answer alone."""
 
@@ -201,8 +201,10 @@ class Request:
     """The priority, or that of a request that waits for this one. The scheduler sets it."""
     status: Status = Status.WAITING
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_is_sent: bool = False
+    """Whether a stream of deltas has had ``prompt_logprobs``."""
     error: Exception | None = None
-    """What ended it, where ``finish_reason`` is "error"."""
+    """What ended it, where something did."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:

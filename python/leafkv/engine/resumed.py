@@ -19,7 +19,7 @@ from leafkv.errors import InvalidInputError, JournalError, LeafKVError
 
 if TYPE_CHECKING:
     from leafkv.engine.detokenizer import Detokenizer
-    from leafkv.engine.journal import Journal, JournaledRequest
+    from leafkv.engine.journal import Journal
     from leafkv.engine.outputs import CompletionOutput
     from leafkv.engine.request import Request
     from leafkv.engine.router import Router
@@ -38,22 +38,27 @@ def existing(path: str | Path) -> str | Path:
     return path
 
 
-def recorded_output(router: Router, record: JournaledRequest) -> tuple[Request, RequestOutput]:
-    """A request that has ended, and all that it gave."""
+def recorded(
+    router: Router, journal: Journal | None, request_id: str, after: int | Sequence[int]
+) -> RequestOutput | None:
+    """All that a request gave that has ended, without what the consumer has had; None if that is nothing.
+
+    Raises:
+        InvalidInputError: the journal has no such request, or it has not ended, or ``after`` is malformed.
+    """
+    record = None if journal is None else journal.request(request_id)
+    if record is None:
+        where = "there is no journal, and" if journal is None else "the journal has"
+        raise InvalidInputError(f"request_id: {where} no request {request_id!r}")
+    if not record.finished:
+        what = "somebody else is told of it, or it was not resumed, as the log says"
+        raise InvalidInputError(f"request_id: {request_id!r} has not ended: {what}")
     request = restore(router, record)
     request.status = Status.FINISHED
     request.prompt_logprobs = None  # the journal does not have them
     if record.error is not None:
         request.error = LeafKVError(record.error)
-    return request, RequestOutput.of(request)
-
-
-def not_there(request_id: str, record: JournaledRequest | None, journal: Journal | None) -> InvalidInputError:
-    """What is said of a request that cannot be told."""
-    if record is not None:
-        return InvalidInputError(f"request_id: {request_id!r} has not ended, and somebody else is told of it")
-    where = "there is no journal, and" if journal is None else "the journal has"
-    return InvalidInputError(f"request_id: {where} no request {request_id!r}")
+    return Rest(router, request, after).of(RequestOutput.of(request))
 
 
 class Rest:
@@ -104,6 +109,8 @@ class _Had:
         text = ""
         if self.tokens == 0:
             shown = self.detokenizer.text if self.detokenizer is not None else ""
-            text, self.is_past = self.text[len(shown) :], True
+            # What is held back for a stop string is shown at the end, with the last token, and not once more.
+            over = had == len(answer.token_ids) and answer.finish_reason in {"stop", "length"}
+            text, self.is_past = "" if over else self.text[len(shown) :], True
         logprobs = None if answer.logprobs is None else answer.logprobs[had:]
         return replace(answer, token_ids=answer.token_ids[had:], text=text, logprobs=logprobs)

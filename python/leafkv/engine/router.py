@@ -126,9 +126,7 @@ class Router:
             max_tokens=self._max_tokens(len(token_ids), params),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
-            bad_word_ids=bad_word_token_ids(self._require_tokenizer("bad_words"), params.bad_words)
-            if params.bad_words
-            else [],
+            bad_word_ids=self._bad_words(params),
             namespace=b"" if salt is None else namespace(self._model_name, salt=salt),
             cache_salt=salt,
             priority=priority,
@@ -141,6 +139,13 @@ class Router:
     def choose(self, replicas: Sequence[AnyReplica]) -> AnyReplica:
         """The engine that serves the next request: that with the fewest unfinished ones."""
         return min(replicas, key=lambda replica: replica.num_unfinished_requests)
+
+    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """The tokens of ``bad_words``, as far as they can come."""
+        if not params.bad_words:
+            return []
+        words = bad_word_token_ids(self._require_tokenizer("bad_words"), params.bad_words)
+        return [word for word in words if max(word) < self.vocab_size]
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """What makes text of a sample's tokens, if anything does."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from leafkv._checks import check_bool, check_integer, check_number, check_strings, check_token_ids
+from leafkv._checks import MAX_TOKEN_ID, check_bool, check_integer, check_number, check_strings, check_token_ids
 from leafkv.errors import InvalidInputError
 
 GREEDY_BELOW = 1e-5
@@ -211,7 +211,7 @@ class SamplingParams:
 
     def draw(self, seed: int, position: int) -> tuple[int, int, float, int, float, float]:
         """What `leafkv._core.draw` takes for the token at ``position`` of a sample that is not greedy."""
-        return seed, position, self.temperature, max(self.top_k, 0), self.top_p, self.min_p
+        return seed, position, self.temperature, min(max(self.top_k, 0), MAX_TOKEN_ID), self.top_p, self.min_p
 
     @property
     def penalized(self) -> bool:
@@ -335,7 +335,7 @@ def _biases(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidInputError(f"logit_bias: expected a dict of token ids and numbers, got {bias!r}")
     return {
-        check_integer("logit_bias", token, 0): check_number(
+        check_integer("logit_bias", token, 0, MAX_TOKEN_ID): check_number(
             f"logit_bias[{token}]", amount, "a finite number", lambda x: abs(x) <= float(np.finfo(np.float32).max)
         )
         for token, amount in bias.items()

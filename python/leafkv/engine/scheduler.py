@@ -16,8 +16,9 @@ The first sample of a request computes the prompt; the others are forked from it
 
 Invariants: only running samples hold blocks; no work item is empty; :meth:`Scheduler.schedule` ends, since it preempts
 each request at most once for blocks and at most once for a more urgent one, and is never empty-handed while there are
-requests. Cost per step: a few numpy calls over the columns of the running samples, and O(log waiting) for each
-request that is admitted, parked or refused; per-token work is the KV manager's.
+requests. Cost per step: a few numpy calls over the columns of the running samples, a look at those that a more urgent
+request comes before, and O(log waiting) for each request that is admitted, parked or refused; per-token work is the
+KV manager's.
 """
 
 from __future__ import annotations
@@ -339,7 +340,7 @@ class Scheduler:
             request = self._queue.peek()
             if request is None:
                 break
-            row = self._start(request, self._promised(counts))
+            row = self._start(request, counts)
             if row is None:
                 if request in self._parking:
                     continue
@@ -354,16 +355,17 @@ class Scheduler:
             budget -= n
         return counts
 
-    def _start(self, request: Request, promised: int) -> int | None:
-        """Let a request run, holding its prefix hit, if it has seats and finds blocks besides those ``promised``.
+    def _start(self, request: Request, counts: NDArray[np.int64] | int = 0) -> int | None:
+        """Let a request run, holding its prefix hit, if it has seats and finds blocks.
 
-        Returns its row, or None: it waits on, or was parked.
+        Besides those, that is, which the running samples still lack once they have ``counts`` slots more. Returns its
+        row, or None: it waits on, or was parked.
         """
         samples = request.live
         if len(self.running) + len(samples) > self.max_num_seqs:
             return None
         first, manager = samples[0], self.manager
-        before = manager.allocatable_blocks
+        before, promised = manager.allocatable_blocks, int(self._promises(counts).sum())
         answer = manager.begin(first.number, first.tokens, request.namespace, read_cache=request.reads_cache)
         if isinstance(answer, WaitFor):
             self._queue.remove(request)
@@ -402,28 +404,36 @@ class Scheduler:
             request = self._queue.peek()
             if request is None:
                 return
-            weaker = [other for other in self.running.requests() if outranks(request, other)]
+            weaker = self._weaker(request)
             if not weaker:
                 return
-            row = self._start(request, self._promised())
+            row = self._start(request)
             if row is not None:
                 started.append(request)
             elif request not in self._parking:
                 if not self._would_do(request, weaker):
                     return
-                self.preempt(weaker[-1])
+                self.preempt(weaker[0])
+
+    def _weaker(self, request: Request) -> list[Request]:
+        """The running requests whose place another may take, the last one first: it is more urgent, and comes first."""
+        weaker: dict[Request, None] = {}
+        for sample in reversed(self.running.samples):
+            other = sample.request
+            if other.order <= request.order:
+                break
+            if request.urgency < other.urgency:
+                weaker[other] = None
+        return [*weaker]
 
     def _would_do(self, request: Request, weaker: list[Request]) -> bool:
         """Whether a request might find seats and blocks if these were gone."""
-        size = self.manager.block_size
-        seats, blocks = self.max_num_seqs - len(self.running), self.manager.allocatable_blocks - self._promised()
-        promised = self._promises()
-        for other in weaker:
-            row, samples = self.running.row(other.live[0]), other.live
-            seats += len(samples)
-            # What they hold, at most: it is less where they share it. And nothing is promised to them any more.
-            computed = self.running.column(COMPUTED)[row : row + len(samples)]
-            blocks += int((-(-computed // size)).sum() + promised[row : row + len(samples)].sum())
+        running, manager = self.running, self.manager
+        gone = np.array([sample.request in weaker for sample in running.samples])
+        seats = self.max_num_seqs - len(running) + int(gone.sum())
+        # What they hold comes free, at most: it is less where they share it.
+        held = -(-running.column(COMPUTED)[gone] // manager.block_size)
+        blocks = manager.allocatable_blocks + int(held.sum()) - int(self._promises()[~gone].sum())
         lacking = self._blocks_lacking(request.live, self._lookup(request), shared=True)
         return len(request.live) <= seats and lacking <= blocks
 
@@ -436,19 +446,15 @@ class Scheduler:
         promises: NDArray[np.int64] = (-(-running.column(KNOWN) // size) - held).clip(0)
         return promises
 
-    def _promised(self, counts: NDArray[np.int64] | int = 0) -> int:
-        return int(self._promises(counts).sum())
-
     def _lend(self) -> None:
         """Give leaders the places of the most urgent ones who wait for them, and others their own back."""
         lent: dict[Request, tuple[int, int]] = {}
-        if self._parking.places:
-            by_number = {sample.number: sample.request for sample in self.running.samples}
-            for number, (rank, urgency) in self._parking.places.items():
-                leader = by_number.get(number)
-                if leader is not None:  # otherwise it has ended, and the others wake at one of the next steps
-                    before = lent.get(leader) or self._own.get(leader, (leader.rank, leader.urgency))
-                    lent[leader] = min(before[0], rank), min(before[1], urgency)
+        for number, (rank, urgency) in self._parking.places.items():
+            rows = np.flatnonzero(self.running.column(NUMBER) == number)
+            if len(rows):  # otherwise it has ended, and the others wake at one of the next steps
+                leader = self.running.samples[rows[0]].request
+                before = lent.get(leader) or self._own.get(leader, (leader.rank, leader.urgency))
+                lent[leader] = min(before[0], rank), min(before[1], urgency)
         for leader in {**self._own, **lent}:
             own = self._own.pop(leader, (leader.rank, leader.urgency))
             place = lent.get(leader, own)
@@ -491,8 +497,3 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.manager.block_size)
-
-
-def outranks(request: Request, other: Request) -> bool:
-    """Whether a request may take the place of another: it is more urgent, and comes first in order, too."""
-    return request.urgency < other.urgency and request.order < other.order

@@ -45,8 +45,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int, Request]] = []
-        # Who leaves stays in the heap until it comes up there. It may come back meanwhile, and lie there twice.
-        self._entered: dict[Request, None] = {}
+        # Who leaves stays in the heap until it comes up there. It may come back meanwhile: then its last entry counts.
+        self._entered: dict[Request, int] = {}
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -57,10 +57,10 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        self._entered[request] = None
-        heapq.heappush(self._heap, (request.order, next(self._entries), request))
+        self._entered[request] = number = next(self._entries)
+        heapq.heappush(self._heap, (request.order, number, request))
         if len(self._heap) > 2 * len(self._entered) + SLACK:
-            self._heap = [entry for entry in self._heap if entry[-1] in self._entered]
+            self._heap = [entry for entry in self._heap if self._entered.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
     def remove(self, request: Request) -> None:
@@ -70,8 +70,8 @@ class Waiting:
     def peek(self) -> Request | None:
         """Who is next; it stays."""
         while self._heap:
-            *_, request = self._heap[0]
-            if request in self._entered:
+            _, number, request = self._heap[0]
+            if self._entered.get(request) == number:
                 return request
             heapq.heappop(self._heap)
         return None
@@ -81,8 +81,8 @@ class WaitingByPrefix(Waiting):
     """The same, with the longest cached prefix first.
 
     How much is cached is looked up when a request comes, of `GLANCES` requests a step in turn, and of those who seem to
-    be next, as many at most. So what others have cached or lost meanwhile is seen late where many wait, but at a
-    fixed cost.
+    be next, as many at most; only while there is a seat. So what others have cached or lost meanwhile is seen late
+    where many wait, but a step has so many lookups at most.
 
     `Request.rank` is the step in which a request arrived.
     """

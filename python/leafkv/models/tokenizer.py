@@ -50,6 +50,11 @@ class Tokenizer:
         """Whether what `decode` makes of ids begins with what it makes of the first of them, bytes aside."""
         self._partial_bytes: dict[int, bytes | None] = {}
 
+    def to_json(self) -> str:
+        """What a ``tokenizer.json`` file has of it."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Special tokens spelt out in it are parsed as such.
 

@@ -206,11 +206,15 @@ type DrawTuple = (u64, u64, f64, usize, f64, f64);
 #[pyo3(signature = (logits, draws, *, num_threads = None))]
 pub(crate) fn draw<'py>(
     logits: &Bound<'py, PyAny>,
-    draws: Vec<DrawTuple>,
+    draws: &Bound<'py, PyAny>,
     num_threads: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (py, num_threads) = (logits.py(), optional("num_threads", num_threads)?);
     let from = View::new("logits", logits)?.rows()?;
+    let expected = "expected (seed, position, temperature, top_k, top_p, min_p) for each row";
+    let draws: Vec<DrawTuple> = draws
+        .extract()
+        .map_err(|error| invalid("draws", format!("{error}, {expected}")))?;
     let draws: Vec<Draw> = draws.into_iter().map(to_draw).collect();
     let mut tokens = Fresh::new(py, [from.shape()[0]]);
     let out = tokens.items();
