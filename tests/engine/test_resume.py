@@ -141,6 +141,20 @@ def test_text_logprobs_and_samples_come_back_whole(tmp_path: Path) -> None:
     assert [answer.token_ids for answer in told.outputs] == [answer.token_ids for answer in whole.outputs]
 
 
+def test_logprobs_of_a_long_prompt_come_back_once_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leafkv.engine.scheduler.PROMPT_LOGPROBS_CHUNK", 4)
+    llm = make_llm(journal=tmp_path / "journal")
+    stream = llm.stream([i % VOCAB for i in range(30)], greedy(9, ignore_eos=True, prompt_logprobs=1))
+    first = next(stream)
+    again = resume(copy_journal(tmp_path / "journal", tmp_path / "copy"))
+    outputs = list(again.stream(request_id=first.request_id))
+    (whole,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    assert whole == first.prompt_logprobs
+    assert len(whole) == 30
+
+
 def test_a_seed_that_was_not_given_is_kept(tmp_path: Path) -> None:
     llm = make_llm(journal=tmp_path / "journal")
     stream = llm.stream([1, 2], SamplingParams(temperature=3.0, max_tokens=30, ignore_eos=True))

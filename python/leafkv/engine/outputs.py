@@ -80,9 +80,10 @@ class RequestOutput:
             samples = [sample for sample in samples if has_news(sample)]
         request.metrics.num_generated_tokens = sum(sample.num_output_tokens for sample in request.samples)
         prompt_logprobs = request.prompt_logprobs
-        if delta:  # in whole, once
-            prompt_logprobs = None if request.prompt_is_sent else prompt_logprobs
-            request.prompt_is_sent = True
+        if delta and prompt_logprobs is not None:  # in whole, once
+            whole = len(prompt_logprobs) == request.num_prompt_tokens or request.finished
+            prompt_logprobs = prompt_logprobs if whole and not request.prompt_is_sent else None
+            request.prompt_is_sent |= whole
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
