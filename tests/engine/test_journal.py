@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from leafkv.engine import journal as journal_module
-from leafkv.engine import journal_rows
+from leafkv.engine import journal_file, journal_rows
 from leafkv.engine.journal import Admission, Journal, JournaledRequest
 from leafkv.errors import InvalidInputError, JournalError
 
@@ -99,8 +99,8 @@ def check(journal: Journal, expected: list[JournaledRequest]) -> None:
 def small_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tokens move out of the log often; and wait for no disk, as no test cuts the power."""
     monkeypatch.setattr(journal_module, "FOLD_WRITES", 7)
-    connect = journal_module._connect
-    monkeypatch.setattr(journal_module, "_connect", lambda path, synchronous: connect(path, "off"))
+    connect = journal_file.connect
+    monkeypatch.setattr(journal_file, "connect", lambda path, synchronous: connect(path, "off"))
 
 
 def copy_of(path: Path, to: Path) -> Path:

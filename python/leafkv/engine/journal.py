@@ -19,7 +19,6 @@ another one a token; memory and file are bounded by the requests that are kept.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import sqlite3
@@ -29,18 +28,18 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, BinaryIO, Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 from leafkv._checks import check_integer
+from leafkv.engine import journal_file
 from leafkv.engine import journal_rows as rows
 from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.journal_rows import Admission, JournaledRequest
 from leafkv.errors import InvalidInputError, JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
 __all__ = ["Admission", "Journal", "JournaledRequest"]
@@ -136,19 +135,19 @@ class Journal:
         """In the order of their ends."""
         self._state = rows.State()
         self._writes_since_fold = self._bytes_since_fold = 0
-        self._file = _own(self.path, create)
+        self._file = journal_file.own(self.path, create)
         self._let_go: weakref.finalize[..., Journal] | None = None
         try:
-            with _sqlite_errors(self.path):
-                self._connection = _connect(self.path, synchronous)
-                _create(self.path, self._connection, dict(identity), create)
+            with journal_file.sqlite_errors(self.path):
+                self._connection = journal_file.connect(self.path, synchronous)
+                journal_file.make_tables(self.path, self._connection, dict(identity), create)
             self._load(dict(identity))
             self._connection.execute("PRAGMA writable_schema=OFF").fetchall()
         except BaseException:
             self.close()
             raise
         # Who forgets to close it has it closed all the same.
-        self._let_go = weakref.finalize(self, _close, self._connection, self._file)
+        self._let_go = weakref.finalize(self, journal_file.close, self._connection, self._file)
         _OPEN.add(self)
 
     def write(
@@ -226,7 +225,7 @@ class Journal:
             connection, self._connection = self._connection, None
             if self._let_go is not None:
                 self._let_go.detach()
-            _close(connection, self._file)
+            journal_file.close(connection, self._file)
 
     def __enter__(self) -> Journal:
         return self
@@ -262,12 +261,15 @@ class Journal:
         if os.path.exists(target):
             raise InvalidInputError(f"into: expected a path where nothing is, got {target!r}")
         folder = os.path.dirname(os.path.abspath(target))
-        with _own(source, create=False), tempfile.TemporaryDirectory(dir=folder, prefix=".salvage-") as scratch:
+        with (
+            journal_file.own(source, create=False),
+            tempfile.TemporaryDirectory(dir=folder, prefix=".salvage-") as scratch,
+        ):
             copy = os.path.join(scratch, "damaged")
             for part in ("", "-wal", "-journal"):
                 if os.path.exists(source + part):
                     shutil.copyfile(source + part, copy + part)
-            with _sqlite_errors(source), closing(_connect(copy, "normal")) as connection:
+            with journal_file.sqlite_errors(source), closing(journal_file.connect(copy, "normal")) as connection:
                 reader = rows.Reader(connection)
                 records = reader.read_all()
             identity = reader.identity if identity is None else identity
@@ -466,93 +468,7 @@ class Journal:
         self._writes_since_fold = self._bytes_since_fold = 0
         # A checkpoint may fail, on a full disk say: the write stands all the same, and the next one tries again.
         with suppress(sqlite3.Error):
-            _checkpoint(connection)
-
-
-def _own(path: str, create: bool) -> BinaryIO:
-    """Open the file and lock it, without waiting; the lock lives as long as what is returned."""
-    try:
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600
-        )  # prompts are private
-    except OSError as error:
-        raise JournalError(f"journal {path}: cannot be opened: {error}") from error
-    file = os.fdopen(descriptor, "rb", buffering=0)
-    try:
-        # sqlite's own locks end when any descriptor of the file is closed in this process. This one does not.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if not isinstance(error, BlockingIOError):
-            raise JournalError(f"journal {path}: cannot be locked: {error}") from error
-        raise JournalError(f"journal {path}: an engine, of this process or another one, has it open") from None
-    log = path + "-wal"
-    if not os.path.getsize(path) and os.path.exists(log) and os.path.getsize(log):  # sqlite would delete the log
-        file.close()
-        raise JournalError(f"journal {path}: damaged: it is empty, but there is a log beside it")
-    return file
-
-
-def _close(connection: sqlite3.Connection | None, file: BinaryIO) -> None:
-    if connection is not None:
-        connection.close()
-    file.close()  # after sqlite: who gets the lock finds all of it written
-
-
-def _connect(path: str, synchronous: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-    try:
-        # Exclusive: without shared memory beside the file. Overwriting what is deleted would only cost time.
-        for pragma in ("locking_mode=EXCLUSIVE", "temp_store=MEMORY", "secure_delete=OFF", "wal_autocheckpoint=0"):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        # Or sqlite would read nothing of a file that is cut. What is damaged is found by reading all of it.
-        connection.execute("PRAGMA writable_schema=ON").fetchall()
-        connection.execute(f"PRAGMA synchronous={synchronous}").fetchall()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _create(path: str, connection: sqlite3.Connection, identity: dict[str, str | int], create: bool) -> None:
-    """Make the tables, if it is a new file; refuse what is no journal."""
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if application == rows.APPLICATION_ID:
-        if version > rows.VERSION:
-            raise JournalError(f"journal {path}: its format is {version}, this LeafKV knows those up to {rows.VERSION}")
-        connection.execute("PRAGMA journal_mode=WAL").fetchall()
-        return
-    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
-    # A file with a header alone is one that somebody was about to make; less is not there, but for an empty file.
-    if (num_tables, application, version) != (0, 0, 0) or num_pages != (os.path.getsize(path) > 0):
-        raise JournalError(f"journal {path}: no journal, or damaged: application_id {application:#x} in its header")
-    if not create:
-        raise JournalError(f"journal {path}: there is none yet: the file is empty")
-    connection.execute("PRAGMA journal_mode=WAL").fetchall()
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in rows.SCHEMA.values():
-        connection.execute(statement)
-    head = [(rows.IDENTITY, rows.to_json(identity)), (rows.STATE, rows.State().to_bytes())]
-    rows.insert(connection, "head", [rows.to_row("head", body, number) for number, body in head])
-    connection.execute(f"PRAGMA application_id={rows.APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version={rows.VERSION}")
-    connection.execute("COMMIT")
-    _checkpoint(connection)  # whatever happens to the log, the file is this journal
-
-
-def _checkpoint(connection: sqlite3.Connection) -> None:
-    """Move the log to the main file and empty it: what is cut off from a log later was never in the main file."""
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-
-@contextmanager
-def _sqlite_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except rows.READ_ERRORS as error:
-        raise JournalError(f"journal {path}: cannot be opened: {error}") from error
+            journal_file.checkpoint(connection)
 
 
 def _write_all(path: str, identity: Mapping[str, str | int], records: list[rows.Record], ends_in_doubt: bool) -> None:
