@@ -411,9 +411,11 @@ class Scheduler:
             if row is not None:
                 started.append(request)
             elif request not in self._parking:
-                if not self._would_do(request, weaker):
+                victims = self._victims(request, weaker)
+                if not victims:
                     return
-                self.preempt(weaker[0])
+                for victim in victims:
+                    self.preempt(victim)
 
     def _weaker(self, request: Request) -> list[Request]:
         """The running requests whose place another may take, the last one first: it is more urgent, and comes first."""
@@ -426,16 +428,24 @@ class Scheduler:
                 weaker[other] = None
         return [*weaker]
 
-    def _would_do(self, request: Request, weaker: list[Request]) -> bool:
-        """Whether a request might find seats and blocks if these were gone."""
-        running, manager = self.running, self.manager
-        gone = np.array([sample.request in weaker for sample in running.samples])
-        seats = self.max_num_seqs - len(running) + int(gone.sum())
-        # What they hold comes free, at most: it is less where they share it.
-        held = -(-running.column(COMPUTED)[gone] // manager.block_size)
-        blocks = manager.allocatable_blocks + int(held.sum()) - int(self._promises()[~gone].sum())
-        lacking = self._blocks_lacking(request.live, self._lookup(request), shared=True)
-        return len(request.live) <= seats and lacking <= blocks
+    def _victims(self, request: Request, weaker: list[Request]) -> list[Request]:
+        """As few of the weaker ones as may leave a request seats and blocks; none if all of them would not do.
+
+        What they hold comes free, at most: it is less where they share it.
+        """
+        held = -(-self.running.column(COMPUTED) // self.manager.block_size)
+        promises = self._promises()
+        freed: dict[Request, list[int]] = {}
+        for sample, blocks in zip(self.running.samples, (held + promises).tolist(), strict=True):
+            freed.setdefault(sample.request, []).append(blocks)
+        seats = self.max_num_seqs - len(self.running) - len(request.live)
+        room = self.manager.allocatable_blocks - int(promises.sum())
+        room -= self._blocks_lacking(request.live, self._lookup(request), shared=True)
+        for count, other in enumerate(weaker, 1):
+            seats, room = seats + len(freed[other]), room + sum(freed[other])
+            if seats >= 0 and room >= 0:
+                return weaker[:count]
+        return []
 
     def _promises(self, counts: NDArray[np.int64] | int = 0) -> NDArray[np.int64]:
         """Blocks that each running sample lacks for its known tokens, once it has ``counts`` slots more."""
