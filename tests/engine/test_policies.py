@@ -51,6 +51,27 @@ def test_an_urgent_request_runs_at_the_next_step(tight: str) -> None:
         assert rig.results[request.request_id].outputs[0].token_ids == expected
 
 
+def test_a_request_is_scheduled_when_a_step_computes_for_it() -> None:
+    """Not when it takes a seat, while others have all of the budget; nor when it is admitted anew."""
+    rig = Rig(scheduling_policy="priority", max_num_batched_tokens=4, max_num_seqs=3)
+    weak = [rig.add([i] * 4, long_answer(), priority=5) for i in range(3)]
+    while len(rig.running) < 3:
+        rig.step()
+    first = rig.add(list(range(8)), long_answer(2), priority=0)
+    second = rig.add(list(range(20, 28)), long_answer(2), priority=1)
+    rig.step()
+    assert rig.running[:2] == [first, second]
+    assert second.metrics.first_scheduled_time is None
+    while rig.computed(second) == 0:
+        rig.step()
+    assert second.metrics.first_scheduled_time is not None
+    assert second.metrics.num_cached_tokens == 0
+    rig.scheduler.preempt(second)
+    rig.run()
+    assert second.metrics.num_cached_tokens == 0
+    assert all(request.metrics.num_cached_tokens == 0 for request in weak)
+
+
 def test_nobody_makes_way_for_an_equal() -> None:
     """B48: not even for one that is older, and was preempted."""
     rig = Rig(scheduling_policy="priority", max_num_seqs=2)

@@ -94,6 +94,8 @@ class Scheduler:
         """Leaders to whom a more urgent waiter has lent its place, and the rank and urgency that are their own."""
         self.forking: dict[Request, None] = {}
         """Running requests of which only the first live sample has a sequence."""
+        self._untouched: dict[Request, None] = {}
+        """Running requests that no step has computed for yet."""
         self.thorough: dict[Request, None] = {}
         """Running requests that compute all of their prompt, for its logprobs."""
 
@@ -147,25 +149,25 @@ class Scheduler:
         request.rank, request.urgency = self._own.pop(request, (request.rank, request.urgency))
         self.forking.pop(request, None)
         self.thorough.pop(request, None)
+        self._untouched.pop(request, None)
 
     def schedule(self) -> Work:
         """The work of the next step. Every item has its slots reserved, and at least one token."""
         self._step += 1
         for request in self._parking.wake(self._committed, LOOKS):
             self._queue.add(request)
-        started: list[Request] = []
         if self.policy == "priority":
             if self._parking.places or self._own:
                 self._lend()
-            self._make_way(started)
+            self._make_way()
         running = self.running
         counts, drafts = self._share_out()
         preemptions = self.num_preemptions
         copies: list[NDArray[np.int32]] = []
         counts = self._reserve(counts, drafts, copies)
         if self.num_preemptions == preemptions and len(self._queue):
-            counts = self._admit(counts, started)
-        for request in started:
+            counts = self._admit(counts)
+        for request in [*self._untouched]:
             self._count(request, counts)
         rows: slice | NDArray[np.int64]
         if counts.all():
@@ -331,7 +333,7 @@ class Scheduler:
                     break
         return counts[: len(running)]
 
-    def _admit(self, counts: NDArray[np.int64], started: list[Request]) -> NDArray[np.int64]:
+    def _admit(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Start waiting requests while there are tokens, seats and blocks; return the counts with theirs put in."""
         budget = self.max_num_batched_tokens - int(counts.sum())
         for _ in range(LOOKS):
@@ -350,7 +352,6 @@ class Scheduler:
             if not self._grow(request.live[0], n):
                 self._send_back(request)
                 break
-            started.append(request)
             counts = np.insert(counts, row, [n] + [0] * (len(request.live) - 1))
             budget -= n
         return counts
@@ -383,19 +384,21 @@ class Scheduler:
             self.forking[request] = None
         if not request.reads_cache:
             self.thorough[request] = None
+        if request.metrics.first_scheduled_time is None:
+            self._untouched[request] = None
         return self.running.insert(request, cached)
 
     def _count(self, request: Request, counts: NDArray[np.int64]) -> None:
-        """The first step that computes for a request has come, unless it has to wait all the same."""
-        if request.status is Status.RUNNING and request.metrics.first_scheduled_time is None:
-            row = self.running.row(request.live[0])
-            if counts[row]:
-                cached = min(int(self.running.column(COMPUTED)[row]), request.num_prompt_tokens)
-                request.metrics.first_scheduled_time = time.monotonic()
-                request.metrics.num_cached_tokens = cached
-                self.num_cached_tokens += cached
+        """The first step that computes for a request has come, unless others have all of it."""
+        row = self.running.row(request.live[0])
+        if counts[row]:
+            del self._untouched[request]
+            cached = min(int(self.running.column(COMPUTED)[row]), request.num_prompt_tokens)
+            request.metrics.first_scheduled_time = time.monotonic()
+            request.metrics.num_cached_tokens = cached
+            self.num_cached_tokens += cached
 
-    def _make_way(self, started: list[Request]) -> None:
+    def _make_way(self) -> None:
         """Let more urgent requests run instead of the last running ones, where they lack seats or blocks.
 
         Who came so much earlier that the policy serves it first all the same keeps its place, see `waiting`.
@@ -407,10 +410,7 @@ class Scheduler:
             weaker = self._weaker(request)
             if not weaker:
                 return
-            row = self._start(request)
-            if row is not None:
-                started.append(request)
-            elif request not in self._parking:
+            if self._start(request) is None and request not in self._parking:
                 victims = self._victims(request, weaker)
                 if not victims:
                     return
