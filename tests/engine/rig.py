@@ -64,7 +64,7 @@ class Rig:
 
     @property
     def running(self) -> list[Request]:
-        return self.scheduler.running.requests()
+        return [*dict.fromkeys(sample.request for sample in self.scheduler.running.samples)]
 
     def computed(self, request: Request) -> int:
         """Tokens of the first live sample whose KV is written."""

@@ -275,7 +275,7 @@ def test_a_checkpoint_keeps_the_priorities_that_were_asked_for(tmp_path: Path) -
     engine.add_request(llm._router.prepare([*shared, 2], greedy(9), priority=1))
     for _ in range(2):
         engine.step()
-    assert [request.urgency for request in engine.scheduler.running.requests()] == [1], "it has lent its place"
+    assert [sample.request.urgency for sample in engine.scheduler.running.samples] == [1], "it has lent its place"
     assert llm.checkpoint(tmp_path / "journal") == 2
     again = resume(tmp_path / "journal")
     assert again._journal is not None

@@ -150,8 +150,8 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidInputError(f"request_id: {request.request_id!r} belongs to a request not finished yet")
         waiting = self.scheduler.num_waiting
-        bounded = self._max_waiting is not None and request.recorded and not journaled
-        if bounded and waiting >= (self._max_waiting or 0):
+        most = self._max_waiting if request.recorded and not journaled else None
+        if most is not None and waiting >= most:
             raise QueueFullError(f"{waiting} requests are waiting, which is as many as may (max_waiting)")
         if self._recorder is not None and request.recorded and not journaled:
             self._recorder.admit(request)
@@ -330,7 +330,9 @@ class Engine:
         try:
             scheduler.commit(work, written, drawn.tokens, drawn.new)
         except Exception:  # whatever it is, it may be one request's alone
-            work, drawn, written = self._commit_each(work, drawn, written)
+            self._commit_each(work, drawn, written)
+            work, drawn = self._still_here(work, drawn)
+            written = work.counts - drawn.rejected
         scheduler.drop_drafts(work, written)
         if work.prefills:
             prompts = scheduler.running.column(PROMPT)[work.rows]
@@ -438,26 +440,17 @@ class Engine:
         if self._recorder is not None and request.recorded:
             self._recorder.end(sample)
 
-    def _commit_each(
-        self, work: Work, drawn: Drawn, written: NDArray[np.int64]
-    ) -> tuple[Work, Drawn, NDArray[np.int64]]:
-        """Commit item by item; those that cannot be end."""
-        good = np.ones(len(work), bool)
-        for item in range(len(work)):
+    def _commit_each(self, work: Work, drawn: Drawn, written: NDArray[np.int64]) -> None:
+        """Commit item by item; requests of which one cannot be end."""
+        for item, sample in enumerate(work.samples):
             only = np.arange(len(work)) == item
-            one, its = work.only(only), drawn.only(only)
-            here = self.scheduler.current(one)
-            if here is not None and not here.all():  # another sample of its request has failed
-                good[item] = False
+            one, its = self._still_here(work.only(only), drawn.only(only))
+            if not len(one):  # another sample of its request has failed
                 continue
             try:
                 self.scheduler.commit(one, written[only], its.tokens, its.new)
             except Exception as error:
-                good[item] = False
-                self._finish(work.samples[item].request, "error", error)
-        here = self.scheduler.current(work)
-        good &= here if here is not None else True
-        return work.only(good), drawn.only(good), written[good]
+                self._finish(sample.request, "error", error)
 
 
 def _requests_of(samples: Iterable[Sample]) -> list[Request]:

@@ -43,10 +43,6 @@ class Running:
         """Where a sample is."""
         return self.samples.index(sample)
 
-    def requests(self) -> list[Request]:
-        """The running requests, in order of service."""
-        return [*dict.fromkeys(sample.request for sample in self.samples)]
-
     def insert(self, request: Request, computed: int) -> int:
         """Put in the live samples of a request: the first has ``computed`` tokens with KV, the others are to be born.
 
