@@ -130,10 +130,8 @@ class Told:
         self._delta = delta
         self._tokens = 0
 
-    def news(self, output: RequestOutput | None) -> bool:
+    def news(self, output: RequestOutput) -> bool:
         """Whether an output tells anything besides an error."""
-        if output is None:
-            return False
         before, tokens = self._tokens, sum(len(answer.token_ids) for answer in output.outputs)
         self._tokens = 0 if self._delta else tokens
         return output.error is None or tokens > before
