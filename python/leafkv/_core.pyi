@@ -298,6 +298,36 @@ class KVManager:
         ``new_tokens`` has those of all sequences, one after another: ``new_counts[i]`` each, by default none at all,
         or one each. Nothing changes if anything is wrong with one of them.
         """
+    def grow_running(
+        self, columns: NDArray[np.int64], budget: int, wishes: _Integers | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32] | None, bool, bool]:
+        """Share a budget of tokens out among running sequences, in order, and `grow` each by what it gets.
+
+        ``columns`` is int64 [columns, sequences]. Of each sequence: its id; the tokens of its prompt; its known tokens;
+        those of them whose KV is written; the known tokens at which it ends; the last known token; whether it has
+        begun; whether an end token ends it; whether each new token is looked at. Further columns are the caller's.
+
+        A sequence gets its known tokens that are not written, or what ``wishes``, int [sequences], says, as far as the
+        budget lasts; nothing where it has not begun. Returns these counts, int64 [sequences]; the blocks that each
+        sequence lacks for them, int32 [sequences], or None where all have their slots; whether every sequence has
+        tokens; and whether any has some of its prompt. Nothing changes if an id is unknown or named twice.
+        """
+    def commit_running(
+        self,
+        columns: NDArray[np.int64],
+        rows: _Integers | None,
+        counts: _Integers,
+        new_tokens: _TokenIds,
+        new_counts: _Integers,
+        ends: _TokenIds,
+    ) -> NDArray[np.bool_]:
+        """`commit_many` of running sequences, whose columns are brought up to date, see `grow_running`.
+
+        ``counts``, ``new_tokens`` and ``new_counts`` are of the sequences in ``rows``, by default all of them.
+        ``ends`` are the tokens that may end a sequence. Returns which items want a look, bool [items]: those that got
+        new tokens and are watched, or got several, or their first after the prompt, or one that may be their last.
+        Nothing changes if anything is wrong with one of them.
+        """
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start ``child_id`` with the committed tokens and blocks of ``parent_id`` (copy-on-write)."""
     def truncate(self, seq_id: int, n: int) -> None:
@@ -329,6 +359,8 @@ class KVManager:
         """A copy of one sequence's block table, int32 [blocks]."""
     def num_committed(self, seq_id: int) -> int:
         """Committed tokens of a sequence."""
+    def tokens(self, seq_id: int, start: int = 0) -> NDArray[np.uint32]:
+        """The known tokens of a sequence from ``start`` on, uint32 [n]: its prompt, and what `commit` added."""
     def evict(self, n: int) -> int:
         """Evict up to ``n`` cached blocks, least recently used first. Returns how many were evicted."""
     def clear(self, namespace: bytes | None = None) -> int:

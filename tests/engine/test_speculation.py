@@ -138,9 +138,7 @@ def test_an_end_among_accepted_drafts(stops_by: str, at: int) -> None:
     for count in (0, 6):
         rig, _ = with_oracle(count, ORACLES["right"])
         if stops_by == "end of sequence":
-            eos = rig.engine._is_eos
-            eos[:] = False
-            eos[alone[at - 1]] = True
+            rig.engine._eos_token_ids[:] = [alone[at - 1]]
         request = rig.add(PROMPT, greedy(20, output_kind=kind, logprobs=1, **wanted), stream=True)
         if stops_by == "end of sequence":
             request.stop_ids = frozenset({alone[at - 1]})

@@ -116,15 +116,14 @@ def draw_ahead(
         return greedy(logits, num_threads)
     rows: list[int] = []
     draws = []
-    ends = wanted.cumsum().tolist()
-    for sample, end, is_sampled in zip(work.samples, ends, sampled.tolist(), strict=True):
+    ends, known = wanted.cumsum().tolist(), work.known.tolist()
+    for sample, end, tokens_known, is_sampled in zip(work.samples, ends, known, sampled.tolist(), strict=True):
         params = sample.params
         if is_sampled and params.unchanged and not params.greedy:
             # Of a draft that is right, the position is that of the token that it is.
             first = end - 1 - len(work.drafts.get(sample, ()))
-            known = len(sample.tokens) - first
             rows += range(first, end)
-            draws += [params.draw(sample.seed, known + row) for row in range(first, end)]
+            draws += [params.draw(sample.seed, tokens_known + row - first) for row in range(first, end)]
     if len(rows) == len(logits):
         return core_draw(logits, draws, num_threads=num_threads)
     tokens = greedy(logits, num_threads)

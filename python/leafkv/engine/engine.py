@@ -23,7 +23,7 @@ from leafkv.engine.batch_builder import BatchBuilder
 from leafkv.engine.drawing import Drawn, draw
 from leafkv.engine.outputs import RequestOutput
 from leafkv.engine.recorder import Recorder, copies
-from leafkv.engine.running import EOS, KNOWN, LAST, LIMIT, PROMPT, WATCHED
+from leafkv.engine.running import PROMPT
 from leafkv.engine.scheduler import Scheduler
 from leafkv.engine.work import Work
 from leafkv.errors import (
@@ -120,8 +120,7 @@ class Engine:
             num_threads=num_threads,
         )
         self._num_threads = num_threads
-        self._is_eos = np.zeros(model.config.vocab_size, bool)
-        self._is_eos[[token for token in eos_token_ids if token < model.config.vocab_size]] = True
+        self._eos_token_ids = sorted(eos_token_ids)
         self._max_waiting = max_waiting
         self._queue_timeout = queue_timeout
         self._decode = decode
@@ -328,7 +327,7 @@ class Engine:
         work, drawn = self._still_here(work, drawn)
         written = work.counts - drawn.rejected
         try:
-            scheduler.commit(work, written, drawn.tokens, drawn.new)
+            scheduler.commit(work, written, drawn.tokens, drawn.new, self._eos_token_ids)
         except Exception:  # whatever it is, it may be one request's alone
             self._commit_each(work, drawn, written)
             work, drawn = self._still_here(work, drawn)
@@ -350,40 +349,35 @@ class Engine:
         return (work, drawn) if here is None else (work.only(here), drawn.only(here))
 
     def _take_all(self, work: Work, drawn: Drawn) -> None:
-        """Give the samples their tokens. Most want nothing but to have them."""
-        running, rows, new = self.scheduler.running, work.rows, drawn.new
-        looked_at = running.column(WATCHED)[rows] != 0
-        looked_at |= running.column(KNOWN)[rows] >= running.column(LIMIT)[rows]
-        ends = self._is_eos[running.column(LAST)[rows]]
-        if ends.any():
-            looked_at |= ends & (running.column(EOS)[rows] != 0)
-        if work.prefills:  # the first token has a time
-            looked_at |= work.known == running.column(PROMPT)[rows]
-        looked_at |= new > 1
+        """Look at the new tokens that want it; most wait with the KV manager until somebody asks for them."""
+        assert work.looks is not None
         self._generated_tokens += len(drawn.tokens)
-        tokens, starts = drawn.tokens.tolist(), (new.cumsum() - new).tolist()
-        for sample, is_looked_at, start, n in zip(work.samples, looked_at.tolist(), starts, new.tolist(), strict=True):
-            if n == 0:
-                continue
-            if is_looked_at:
-                self._take(sample, tokens[start : start + n], drawn)
-                continue
-            sample.tokens.append(tokens[start])
+        looked_at = work.looks.nonzero()[0]
+        if len(looked_at) or self._recorder is not None:
+            known = work.known - self.scheduler.running.column(PROMPT)[work.rows]
+            ends = drawn.new.cumsum()
             if self._recorder is not None:
-                self._note_tokens(sample, sample.num_output_tokens - 1)
+                unseen = (~work.looks & (drawn.new == 1)).nonzero()[0]
+                tokens = drawn.tokens[ends[unseen] - 1]
+                for item, position, token in zip(unseen.tolist(), known[unseen].tolist(), tokens.tolist(), strict=True):
+                    if work.samples[item].request.recorded:
+                        self._recorder.token(work.samples[item], position, token)
+            for item in looked_at.tolist():
+                tokens = drawn.tokens[ends[item] - drawn.new[item] : ends[item]]
+                self._take(work.samples[item], int(known[item]), tokens.tolist(), drawn)
         for sample, token in drawn.firsts.items():
             if sample.finish_reason is None:
                 self._generated_tokens += 1
-                self._take(sample, [token], drawn)
+                self._take(sample, 0, [token], drawn)
 
-    def _take(self, sample: Sample, tokens: list[int], drawn: Drawn) -> None:
-        """Give a sample tokens, one after another, until one ends it."""
+    def _take(self, sample: Sample, known: int, tokens: list[int], drawn: Drawn) -> None:
+        """Give a sample tokens after the ``known`` generated ones, one after another, until one ends it."""
         request = sample.request
         if sample.finish_reason is not None:  # what failed in another sample has ended it just now
             return
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = self._now
-        reason, known = None, sample.num_output_tokens
+        reason = None
         try:
             for token, logprobs in zip_longest(tokens, drawn.logprobs.get(sample, ())):
                 if reason is not None:
@@ -403,8 +397,8 @@ class Engine:
     def _note_tokens(self, sample: Sample, known: int) -> None:
         """The journal gets the tokens of a sample after the first ``known`` generated ones."""
         if self._recorder is not None and sample.request.recorded:
-            for position in range(known, sample.num_output_tokens):
-                self._recorder.token(sample, position)
+            for position, token in enumerate(sample.output_token_ids[known:], known):
+                self._recorder.token(sample, position, token)
 
     def _finish_sample(self, sample: Sample, reason: FinishReason) -> None:
         """End one sample, and the request with the last one."""
@@ -442,15 +436,18 @@ class Engine:
 
     def _commit_each(self, work: Work, drawn: Drawn, written: NDArray[np.int64]) -> None:
         """Commit item by item; requests of which one cannot be end."""
+        work.looks = np.zeros(len(work), bool)
         for item, sample in enumerate(work.samples):
             only = np.arange(len(work)) == item
             one, its = self._still_here(work.only(only), drawn.only(only))
             if not len(one):  # another sample of its request has failed
                 continue
             try:
-                self.scheduler.commit(one, written[only], its.tokens, its.new)
+                self.scheduler.commit(one, written[only], its.tokens, its.new, self._eos_token_ids)
             except Exception as error:
                 self._finish(sample.request, "error", error)
+            else:
+                work.looks[only] = one.looks
 
 
 def _requests_of(samples: Iterable[Sample]) -> list[Request]:

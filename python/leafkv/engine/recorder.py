@@ -49,9 +49,9 @@ class Recorder:
         """
         self.journal.write(admitted=[_admission(request)])
 
-    def token(self, sample: Sample, position: int) -> None:
-        """Note a generated token, by its place among those."""
-        self._tokens.append(_token(sample, position))
+    def token(self, sample: Sample, position: int, token: int) -> None:
+        """Note a generated token, and its place among those."""
+        self._tokens.append(_token(sample, position, token))
 
     def end(self, sample: Sample) -> None:
         """Note how a sample has ended."""
@@ -78,7 +78,7 @@ def copies(requests: Iterable[Request]) -> tuple[list[Admission], list[TokenRow]
     samples = [sample for request in requests for sample in request.samples]
     return (
         [_admission(request) for request in requests],
-        [_token(sample, position) for sample in samples for position in range(sample.num_output_tokens)],
+        [_token(sample, *each) for sample in samples for each in enumerate(sample.output_token_ids)],
         [_end(sample) for sample in samples if sample.finish_reason is not None],
     )
 
@@ -142,9 +142,8 @@ def _admission(request: Request) -> Admission:
     )
 
 
-def _token(sample: Sample, position: int) -> TokenRow:
+def _token(sample: Sample, position: int, token: int) -> TokenRow:
     logprobs = None if sample.logprobs is None else _pack(sample.logprobs[position])
-    token = sample.tokens[sample.num_prompt_tokens + position]
     return sample.request.request_id, sample.index, position, token, logprobs
 
 

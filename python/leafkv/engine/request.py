@@ -16,6 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from leafkv._core import KVManager
     from leafkv.engine.detokenizer import Detokenizer
     from leafkv.engine.guided import Guide
     from leafkv.engine.logprobs import Logprob
@@ -87,7 +88,9 @@ class Sample:
     guide: Guide | None = None
     number: int = -1
     """Its sequence id in the KV manager. The engine sets it."""
-    tokens: array[int] = field(init=False, repr=False)
+    source: KVManager | None = field(default=None, repr=False)
+    """Who has its next tokens, while it runs and nobody looks at each: they are fetched when somebody does."""
+    _tokens: array[int] = field(init=False, repr=False)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -97,9 +100,16 @@ class Sample:
     """What a stream of deltas has had of it."""
 
     def __post_init__(self) -> None:
-        self.tokens = array("i", self.request.prompt_token_ids)  # that list is in others' hands, too
+        self._tokens = array("i", self.request.prompt_token_ids)  # that list is in others' hands, too
         if self.params.logprobs is not None:
             self.logprobs, self.cumulative_logprob = [], 0.0
+
+    @property
+    def tokens(self) -> array[int]:
+        """The prompt, and what was generated so far."""
+        if self.source is not None:
+            self._tokens.frombytes(self.source.tokens(self.number, len(self._tokens)).tobytes())
+        return self._tokens
 
     @property
     def params(self) -> SamplingParams:
@@ -126,10 +136,16 @@ class Sample:
         """The text generated so far, as far as it may be shown."""
         return self.detokenizer.text if self.detokenizer is not None else ""
 
+    def settle(self) -> None:
+        """Its tokens are its own from now on: the source is about to forget it."""
+        self._tokens = self.tokens
+        self.source = None
+
     def take(self, token: int, logprobs: dict[int, Logprob] | None = None) -> FinishReason | None:
         """Take the next token; return why it ends the sample, if it does."""
         request, params = self.request, self.params
-        self.tokens.append(token)
+        if self.source is None:  # which has it already
+            self._tokens.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs[token].logprob

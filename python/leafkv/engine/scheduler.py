@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from leafkv._core import WaitFor
 from leafkv.engine.parking import Parking
 from leafkv.engine.request import Status
-from leafkv.engine.running import BORN, COMPUTED, GREEDY, KNOWN, LAST, LIMIT, NUMBER, PLAIN, PROMPT, Running
+from leafkv.engine.running import BORN, COMPUTED, KNOWN, LAST, LIMIT, NUMBER, PROMPT, Running
 from leafkv.engine.waiting import AGING, Policy, Waiting, WaitingByPrefix
 from leafkv.engine.work import Work
 from leafkv.errors import OutOfBlocksError, UnknownSequenceError
@@ -78,7 +78,8 @@ class Scheduler:
         proposer: Proposer | None = None,
     ) -> None:
         self.manager = manager
-        self.max_num_batched_tokens = max_num_batched_tokens
+        # Every token of a step has a slot of its own.
+        self.max_num_batched_tokens = min(max_num_batched_tokens, manager.num_blocks * manager.block_size)
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.running = Running()
@@ -129,7 +130,7 @@ class Scheduler:
     def finish_sample(self, sample: Sample) -> None:
         """End one sample of a running request that goes on with others."""
         self.running.remove_sample(sample)
-        self.manager.release(sample.number)
+        self._release(sample)
 
     def preempt(self, request: Request) -> None:
         """Release the blocks of a running request and let it wait again, before all that come after it."""
@@ -143,13 +144,25 @@ class Scheduler:
         self._queue.add(request)
 
     def _stop(self, request: Request) -> None:
-        for row in self.running.remove(request):
-            if row[BORN]:
-                self.manager.release(int(row[NUMBER]))
+        for sample in self.running.remove(request):
+            self._release(sample)
         request.rank, request.urgency = self._own.pop(request, (request.rank, request.urgency))
         self.forking.pop(request, None)
         self.thorough.pop(request, None)
         self._untouched.pop(request, None)
+
+    def _release(self, sample: Sample) -> None:
+        sample.settle()
+        self.manager.release(sample.number)
+
+    def _is_watched(self, request: Request) -> bool:
+        """Whether each token of its samples is looked at when it comes."""
+        return request.watched or self._proposer is not None
+
+    def _entrust(self, sample: Sample) -> None:
+        """Leave the tokens of a sample that was begun with the KV manager until somebody looks at them."""
+        if not self._is_watched(sample.request):
+            sample.source = self.manager
 
     def schedule(self) -> Work:
         """The work of the next step. Every item has its slots reserved, and at least one token."""
@@ -160,33 +173,40 @@ class Scheduler:
             if self._parking.places or self._own:
                 self._lend()
             self._make_way()
-        running = self.running
-        counts, drafts = self._share_out()
+        running, version = self.running, self.running.version
+        wishes, drafts = self._wishes() if self._proposer is not None or self.thorough else (None, {})
+        grown = self.manager.grow_running(running.columns, self.max_num_batched_tokens, wishes)
+        counts, lacking, everybody, prefills = grown
+        for row, sample in enumerate(running.samples) if drafts else ():
+            if sample in drafts:  # as far as the budget goes
+                del drafts[sample][max(0, int(counts[row]) - 1) :]
         preemptions = self.num_preemptions
         copies: list[NDArray[np.int32]] = []
-        counts = self._reserve(counts, drafts, copies)
+        if lacking is not None:
+            counts = self._reserve(counts, lacking, drafts, copies)
         if self.num_preemptions == preemptions and len(self._queue):
             counts = self._admit(counts)
-        for request in [*self._untouched]:
+        for request in [*self._untouched] if self._untouched else ():
             self._count(request, counts)
+        if running.version != version:
+            everybody, prefills = bool(counts.all()), True
         rows: slice | NDArray[np.int64]
-        if counts.all():
-            rows, samples = slice(0, len(running)), running.samples.copy()
+        if everybody:
+            rows, samples = slice(0, len(running)), running.samples
         else:
             rows = found = counts.nonzero()[0]
             samples = [running.samples[row] for row in found.tolist()]
             counts = counts[rows]
-        computed = running.column(COMPUTED)[rows]
         return Work(
             samples,
             rows,
             counts,
-            computed.copy(),
+            running.column(COMPUTED)[rows].copy(),
             running.column(KNOWN)[rows].copy(),
             running.version,
-            bool(running.column(PLAIN)[rows].all()) and not (drafts or self.forking or self.thorough),
-            bool(running.column(GREEDY)[rows].all()),
-            bool((computed < running.column(PROMPT)[rows]).any()),
+            running.plain and not (drafts or self.forking or self.thorough),
+            running.greedy,
+            prefills,
             drafts,
             copies,
         )
@@ -210,22 +230,21 @@ class Scheduler:
                     wanted[item] = work.counts[item]
         return wanted
 
-    def commit(self, work: Work, written: NDArray[np.int64], tokens: NDArray[np.int64], new: NDArray[np.int64]) -> None:
+    def commit(
+        self,
+        work: Work,
+        written: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        new: NDArray[np.int64],
+        ends: Sequence[int] = (),
+    ) -> None:
         """The KV of ``written[i]`` tokens of each item is there; ``new[i]`` of ``tokens`` [sum(new)] are its next ones.
 
-        Nothing changes if anything is wrong with one of them.
+        The work knows then whose tokens want a look; ``ends`` are those that may be somebody's last. Nothing changes if
+        anything is wrong with one of them.
         """
-        running, rows = self.running, work.rows
-        numbers = running.column(NUMBER)[rows]
-        self.manager.commit_many(numbers, written, tokens, new)
-        running.column(COMPUTED)[rows] += written
-        running.column(KNOWN)[rows] += new
-        if len(tokens) == len(new) and new.all():
-            running.column(LAST)[rows] = tokens
-        else:
-            last = running.column(LAST)[rows]
-            last[new > 0] = tokens[new.cumsum()[new > 0] - 1]
-            running.column(LAST)[rows] = last
+        rows = None if isinstance(work.rows, slice) else work.rows
+        work.looks = self.manager.commit_running(self.running.columns, rows, written, tokens, new, ends)
 
     def drop_drafts(self, work: Work, written: NDArray[np.int64]) -> None:
         """Give back the slots of drafts that were wrong; those of ``written[i]`` tokens of each item stay."""
@@ -268,13 +287,12 @@ class Scheduler:
         running.column(COMPUTED)[row] = written
         running.column(KNOWN)[row] = written + len(unwritten)
         running.column(LAST)[row] = unwritten[-1]
+        self._entrust(sample)
 
-    def _share_out(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
-        """How many tokens of each running sample the budget allows for, in order of service; the drafts among them."""
+    def _wishes(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
+        """How many tokens each running sample would compute, and the drafts among them."""
         running = self.running
-        counts = running.column(KNOWN) - running.column(COMPUTED)
-        if self.forking:
-            counts *= running.column(BORN)
+        counts = (running.column(KNOWN) - running.column(COMPUTED)) * running.column(BORN)
         drafts: dict[Sample, list[int]] = {}
         if self._proposer is not None:
             # The last token that a sample may have is never computed, and the one after the drafts is for free.
@@ -290,34 +308,27 @@ class Scheduler:
             else:
                 row = running.row(request.live[0])
                 counts[row] = min(counts[row], PROMPT_LOGPROBS_CHUNK)
-        cumulative = counts.cumsum()
-        if len(counts) and cumulative[-1] > self.max_num_batched_tokens:
-            before = cumulative - counts
-            np.clip(self.max_num_batched_tokens - before, 0, counts, out=counts)
-            for row, sample in enumerate(running.samples) if drafts else ():
-                if sample in drafts:
-                    del drafts[sample][max(0, int(counts[row]) - 1) :]
         return counts, drafts
 
     def _reserve(
-        self, counts: NDArray[np.int64], drafts: dict[Sample, list[int]], copies: list[NDArray[np.int32]]
+        self,
+        counts: NDArray[np.int64],
+        lacking: NDArray[np.int32],
+        drafts: dict[Sample, list[int]],
+        copies: list[NDArray[np.int32]],
     ) -> NDArray[np.int64]:
-        """Reserve slots for so many more tokens of each; return what is left of that, the last ones being preempted.
+        """Find slots for those who lack blocks; return what is left of the counts, the last ones being preempted.
 
         ``copies`` gets those that had to be asked for meanwhile.
         """
         running = self.running
-        rows = counts.nonzero()[0]
-        lacking = np.empty(len(rows), np.int32)
-        if not self.manager.grow_many(running.column(NUMBER)[rows], counts[rows], lacking):
-            return counts
-        for row, lacks in zip(rows.tolist(), lacking.tolist(), strict=True) if drafts else ():
+        for row, lacks in enumerate(lacking.tolist()) if drafts else ():
             sample = running.samples[row]
             if drafts.pop(sample, None):  # nobody lacks a block for a guess
                 counts[row] = 1
                 if not lacks:
                     self.manager.truncate(sample.number, int(running.column(COMPUTED)[row]) + 1)
-        for row in rows[lacking > 0].tolist():
+        for row in lacking.nonzero()[0].tolist():
             if row >= len(running):
                 break
             sample = running.samples[row]
@@ -386,7 +397,8 @@ class Scheduler:
             self.thorough[request] = None
         if request.metrics.first_scheduled_time is None:
             self._untouched[request] = None
-        return self.running.insert(request, cached)
+        self._entrust(first)
+        return self.running.insert(request, cached, watched=self._is_watched(request))
 
     def _count(self, request: Request, counts: NDArray[np.int64]) -> None:
         """The first step that computes for a request has come, unless others have all of it."""

@@ -35,6 +35,8 @@ class Work:
     drafts: dict[Sample, list[int]] = field(default_factory=dict)
     copies: list[NDArray[np.int32]] = field(default_factory=list)
     """Of blocks, to be made one after another, and before those that the manager still owes."""
+    looks: NDArray[np.bool_] | None = None
+    """Whose new tokens want a look, once it is committed."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -44,4 +46,6 @@ class Work:
         samples = [sample for sample, kept in zip(self.samples, items.tolist(), strict=True) if kept]
         rows = np.arange(len(self))[items] if isinstance(self.rows, slice) else self.rows[items]
         columns = (rows, self.counts[items], self.computed[items], self.known[items])
-        return Work(samples, *columns, self.version, self.plain, self.greedy, self.prefills, self.drafts)
+        work = Work(samples, *columns, self.version, self.plain, self.greedy, self.prefills, self.drafts)
+        work.looks = None if self.looks is None else self.looks[items]
+        return work

@@ -23,6 +23,7 @@ pub mod ops;
 mod pins;
 mod pool;
 mod radix;
+pub mod running;
 mod sequence;
 mod sequences;
 mod simd;

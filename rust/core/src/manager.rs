@@ -479,6 +479,11 @@ impl KvManager {
         Ok(self.sequences.get(id)?.committed)
     }
 
+    /// The known tokens of a sequence, in order: its prompt, and what `commit` added.
+    pub fn tokens(&self, id: SequenceId) -> Result<&[TokenId]> {
+        Ok(&self.sequences.get(id)?.known)
+    }
+
     /// The slots of the next `n` uncommitted tokens, as `(first slot, length)` of one run a block.
     pub fn slots(&self, id: SequenceId, n: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
         let sequence = self.sequences.get(id)?;

@@ -10,6 +10,7 @@ mod int;
 mod linear;
 mod manager;
 mod ops;
+mod running;
 mod scope;
 
 /// The extension module `leafkv._core`.

@@ -6,6 +6,7 @@
 
 use std::sync::Mutex;
 
+use leafkv_core::running::Step;
 use leafkv_core::{Admission, BlockId, Config, Error, KvManager, Result, SequenceId, TokenId};
 use numpy::{PyArray1, PyArray2};
 use pyo3::IntoPyObjectExt;
@@ -13,11 +14,12 @@ use pyo3::prelude::*;
 
 use crate::answers::{Pin, Ready, Stats, WaitFor};
 use crate::array::ints::ints;
-use crate::array::new::{block_ids, copy_pairs, id_to_i32};
+use crate::array::new::{Fresh, block_ids, copy_pairs, id_to_i32};
 use crate::array::out::Rows;
 use crate::error::{invalid, to_py};
 use crate::events::{Event, Snapshot};
 use crate::int::{count, int, sequence_id};
+use crate::running::RunningColumns;
 use crate::scope::{Namespace, media as spans};
 
 /// Block tables, block pool and radix-tree prefix cache of one KV memory.
@@ -197,10 +199,7 @@ impl KVManager {
         expect_one_each("lacking", out.columns(), &ids)?;
         let mut lacking = Vec::with_capacity(ids.len());
         self.with(|core| core.grow_many(&ids, &counts, &mut lacking))?;
-        let blocks = lacking
-            .iter()
-            .map(|&n| i32::try_from(n).unwrap_or(i32::MAX));
-        out.write(0, 0, blocks);
+        out.write(0, 0, lacking.iter().copied().map(blocks_to_i32));
         Ok(lacking.iter().filter(|&&n| n > 0).count())
     }
 
@@ -249,6 +248,85 @@ impl KVManager {
             }
         };
         self.with(|core| core.commit_many(&ids, &counts, &tokens, &new_counts))
+    }
+
+    /// Share a budget of tokens out among running sequences, in order, and `grow` each by what it gets.
+    ///
+    /// `columns` is int64 [columns, sequences]. Of each sequence: its id; the tokens of its prompt; its known tokens;
+    /// those of them whose KV is written; the known tokens at which it ends; the last known token; whether it has
+    /// begun; whether an end token ends it; whether each new token is looked at. Further columns are the caller's.
+    ///
+    /// A sequence gets its known tokens that are not written, or what `wishes`, int [sequences], says, as far as the
+    /// budget lasts; nothing where it has not begun. Returns these counts, int64 [sequences]; the blocks that each
+    /// sequence lacks for them, int32 [sequences], or None where all have their slots; whether every sequence has
+    /// tokens; and whether any has some of its prompt. Nothing changes if an id is unknown or named twice.
+    #[pyo3(signature = (columns, budget, wishes=None))]
+    #[allow(clippy::type_complexity)]
+    fn grow_running<'py>(
+        &self,
+        py: Python<'py>,
+        columns: &Bound<'py, PyAny>,
+        budget: &Bound<'py, PyAny>,
+        wishes: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<(
+        Bound<'py, PyArray1<i64>>,
+        Option<Bound<'py, PyArray1<i32>>>,
+        bool,
+        bool,
+    )> {
+        let budget = count("budget", budget)?;
+        let wishes = wishes.map(|wishes| ints("wishes", wishes)).transpose()?;
+        let columns = RunningColumns::new(columns)?;
+        let (mut counts, mut lacking) = (Vec::new(), Vec::new());
+        let shares = self.with(|core| {
+            core.grow_running(
+                &columns,
+                budget,
+                wishes.as_deref(),
+                &mut counts,
+                &mut lacking,
+            )
+        })?;
+        let counts = PyArray1::from_iter(py, counts.into_iter().map(|n| n as i64));
+        let lacking = (shares.lacking > 0)
+            .then(|| PyArray1::from_iter(py, lacking.into_iter().map(blocks_to_i32)));
+        Ok((counts, lacking, shares.everybody, shares.prompts))
+    }
+
+    /// `commit_many` of running sequences, whose columns are brought up to date, see `grow_running`.
+    ///
+    /// `counts`, `new_tokens` and `new_counts` are of the sequences in `rows`, by default all of them. `ends` are the
+    /// tokens that may end a sequence. Returns which items want a look, bool [items]: those that got new tokens and
+    /// are watched, or got several, or their first after the prompt, or one that may be their last. Nothing changes if
+    /// anything is wrong with one of them.
+    #[pyo3(signature = (columns, rows, counts, new_tokens, new_counts, ends))]
+    #[allow(clippy::too_many_arguments)] // Python's
+    fn commit_running<'py>(
+        &self,
+        py: Python<'py>,
+        columns: &Bound<'py, PyAny>,
+        rows: Option<&Bound<'py, PyAny>>,
+        counts: &Bound<'py, PyAny>,
+        new_tokens: &Bound<'py, PyAny>,
+        new_counts: &Bound<'py, PyAny>,
+        ends: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let rows = rows.map(|rows| ints::<usize>("rows", rows)).transpose()?;
+        let counts = ints::<usize>("counts", counts)?;
+        let step = Step {
+            rows: rows.as_deref(),
+            counts: &counts,
+            new_tokens: &ints("new_tokens", new_tokens)?,
+            new_counts: &ints("new_counts", new_counts)?,
+        };
+        let ends = ints("ends", ends)?;
+        let mut looks = Fresh::new(py, [counts.len()]);
+        let items: &mut [bool] = looks.items();
+        let mut columns = RunningColumns::new(columns)?;
+        self.with(|core| {
+            core.commit_running(&mut columns, step, &ends, |item| items[item] = true)
+        })?;
+        Ok(looks.into_any())
     }
 
     /// Start `child_id` with the committed tokens and blocks of `parent_id` (copy-on-write).
@@ -347,6 +425,24 @@ impl KVManager {
     fn num_committed(&self, seq_id: &Bound<'_, PyAny>) -> PyResult<usize> {
         let id = sequence_id("seq_id", seq_id)?;
         self.with(|core| core.num_committed(id))
+    }
+
+    /// The known tokens of a sequence from `start` on, uint32 [n]: its prompt, and what `commit` added.
+    #[pyo3(signature = (seq_id, start=None))]
+    #[pyo3(text_signature = "($self, seq_id, start=0)")]
+    fn tokens<'py>(
+        &self,
+        py: Python<'py>,
+        seq_id: &Bound<'py, PyAny>,
+        start: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray1<TokenId>>> {
+        let id = sequence_id("seq_id", seq_id)?;
+        let start = start.map_or(Ok(0), |start| count("start", start))?;
+        let tokens = self.with(|core| {
+            let tokens = core.tokens(id)?;
+            Ok(tokens[start.min(tokens.len())..].to_vec())
+        })?;
+        Ok(PyArray1::from_vec(py, tokens))
     }
 
     /// Evict up to `n` cached blocks, least recently used first. Returns how many were evicted.
@@ -468,6 +564,10 @@ impl leafkv_core::Rows for TableRows<'_> {
             stamps.write(0, row, [stamp]);
         }
     }
+}
+
+fn blocks_to_i32(blocks: usize) -> i32 {
+    i32::try_from(blocks).unwrap_or(i32::MAX)
 }
 
 fn sequence_ids(seq_ids: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
