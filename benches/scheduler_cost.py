@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from leafkv import LLM, SamplingParams
 from leafkv.engine.drawing import draw
+from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.running import COMPUTED, KNOWN
 from leafkv.engine.sampling_params import RequestOutputKind
 from leafkv.models import load_model
@@ -344,10 +345,11 @@ def journal_pair(loaded: Any, batch: int, index: int, folder: str) -> dict[str, 
     touch_memory()
     for name in names:
         timed(name, lambda engine, name=name: add(engine, requests[name]))  # type: ignore[misc]
-    while any(llm.engine.has_unfinished_requests() for llm in llms.values()):
-        for name in names:
-            timed(name, lambda engine: engine.step())
-        names.reverse()
+    with interrupts_deferred():  # as in a call of `LLM`
+        while any(llm.engine.has_unfinished_requests() for llm in llms.values()):
+            for name in names:
+                timed(name, lambda engine: engine.step())
+            names.reverse()
     answers = [[request.samples[0].output_token_ids for request in of_one] for of_one in requests.values()]
     if answers[0] != answers[1] or {len(tokens) for tokens in answers[0]} != {JOURNAL_NEW}:
         raise RuntimeError("the answers with a journal are others")

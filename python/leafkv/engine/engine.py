@@ -8,12 +8,12 @@ kernel) is the error of all requests of the step. Not safe for use by several th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -352,17 +352,13 @@ class Engine:
         """Look at the new tokens that want it; most wait with the KV manager until somebody asks for them."""
         assert work.looks is not None
         self._generated_tokens += len(drawn.tokens)
-        looked_at = work.looks.nonzero()[0]
-        if len(looked_at) or self._recorder is not None:
+        if self._recorder is not None:
+            self._note_unseen(work, drawn, work.looks)
+        looked_at = work.looks.nonzero()[0].tolist()
+        if looked_at:
             known = work.known - self.scheduler.running.column(PROMPT)[work.rows]
             ends = drawn.new.cumsum()
-            if self._recorder is not None:
-                unseen = (~work.looks & (drawn.new == 1)).nonzero()[0]
-                tokens = drawn.tokens[ends[unseen] - 1]
-                for item, position, token in zip(unseen.tolist(), known[unseen].tolist(), tokens.tolist(), strict=True):
-                    if work.samples[item].request.recorded:
-                        self._recorder.token(work.samples[item], position, token)
-            for item in looked_at.tolist():
+            for item in looked_at:
                 tokens = drawn.tokens[ends[item] - drawn.new[item] : ends[item]]
                 self._take(work.samples[item], int(known[item]), tokens.tolist(), drawn)
         for sample, token in drawn.firsts.items():
@@ -379,7 +375,7 @@ class Engine:
             request.metrics.first_token_time = self._now
         reason = None
         try:
-            for token, logprobs in zip_longest(tokens, drawn.logprobs.get(sample, ())):
+            for token, logprobs in itertools.zip_longest(tokens, drawn.logprobs.get(sample, ())):
                 if reason is not None:
                     self._generated_tokens -= 1
                     continue
@@ -399,6 +395,15 @@ class Engine:
         if self._recorder is not None and sample.request.recorded:
             for position, token in enumerate(sample.output_token_ids[known:], known):
                 self._recorder.token(sample, position, token)
+
+    def _note_unseen(self, work: Work, drawn: Drawn, looks: NDArray[np.bool_]) -> None:
+        """The journal gets the tokens that nobody looks at."""
+        tokens = iter(drawn.tokens.tolist())
+        columns = (work.samples, work.known.tolist(), drawn.new.tolist(), looks.tolist())
+        for sample, known, new, is_looked_at in zip(*columns, strict=True):
+            for token in itertools.islice(tokens, new):
+                if not is_looked_at and self._recorder is not None and sample.request.recorded:
+                    self._recorder.token(sample, known - sample.num_prompt_tokens, token)
 
     def _finish_sample(self, sample: Sample, reason: FinishReason) -> None:
         """End one sample, and the request with the last one."""

@@ -29,7 +29,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
 from leafkv._checks import check_integer
@@ -86,14 +86,6 @@ class _Staged:
     entries: list[bytes] = field(default_factory=list)
     logprobs: list[str | None] = field(default_factory=list)
     end_rows: list[tuple[int | bytes, ...]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """What the transaction writes, about."""
-        logprobs = sum(map(len, filter(None, self.logprobs)))
-        return (
-            sum(len(row[1]) for row in self.admissions if isinstance(row[1], bytes)) + 20 * len(self.entries) + logprobs
-        )
 
 
 @final
@@ -171,17 +163,19 @@ class Journal:
         with self._lock, interrupts_deferred():
             connection = self._open_connection()
             staged = _Staged()
-            state = replace(self._state)
+            state = self._state.copy()
             try:
                 self._stage(staged, state, admitted, tokens, ended)
                 if not (staged.admissions or staged.entries or staged.end_rows):
                     return
                 pruned = self._to_prune(len(staged.ends))
-                nbytes = self._bytes_since_fold + staged.nbytes
-                folding = self._writes_since_fold + 1 >= FOLD_WRITES or nbytes >= FOLD_BYTES
-                connection.execute("BEGIN IMMEDIATE")
-                self._insert(connection, staged, state, pruned, folding)
-                connection.execute("COMMIT")
+                folding = self._writes_since_fold + 1 >= FOLD_WRITES or self._bytes_since_fold >= FOLD_BYTES
+                if folding or pruned or staged.admissions or staged.end_rows:
+                    connection.execute("BEGIN IMMEDIATE")
+                    nbytes = self._insert(connection, staged, state, pruned, folding)
+                    connection.execute("COMMIT")
+                else:  # tokens alone, as most writes: one statement is a transaction
+                    nbytes = self._log(connection, staged, state)
             except BaseException as error:
                 self._take_back(connection, staged)
                 if isinstance(error, sqlite3.Error):
@@ -193,7 +187,7 @@ class Journal:
                 raise
             self._state = state
             self._writes_since_fold += 1
-            self._bytes_since_fold = nbytes
+            self._bytes_since_fold += nbytes
             for request in pruned:
                 self._finished.popleft()
                 del self._requests[request.request_id]
@@ -411,6 +405,8 @@ class Journal:
     def _to_prune(self, num_ended: int) -> list[_Request]:
         """The finished requests to drop now: a few at a time, should there be many."""
         excess = len(self._finished) - (self._keep_finished + 1)
+        if excess <= 0:
+            return []
         return [self._finished[i] for i in range(min(excess, num_ended + _PRUNED_AT_ONCE))]
 
     def _insert(
@@ -420,7 +416,9 @@ class Journal:
         state: rows.State,
         pruned: list[_Request],
         folding: bool,
-    ) -> None:
+    ) -> int:
+        """Put a write in the transaction; return how many bytes it is, about."""
+        nbytes = sum(len(row[1]) for row in staged.admissions if isinstance(row[1], bytes))
         rows.insert(connection, "requests", staged.admissions)
         rows.insert(connection, "ends", staged.end_rows)
         state.requests += len(staged.admissions)
@@ -439,24 +437,28 @@ class Journal:
                 if sample.tail
             ]
             rows.insert(connection, "pieces", pieces)
-            connection.execute("DELETE FROM steps")
+            connection.execute("DELETE FROM steps WHERE number < ?", (rows.STATE,))
             state.pieces += len(pieces)
             state.steps = 0
-        elif staged.entries:
-            rows.insert(
-                connection,
-                "steps",
-                [rows.to_row("steps", rows.step_body(staged.entries, staged.logprobs), state.next_step)],
-            )
-            state.next_step += 1
-            state.steps += 1
         for request in pruned:
             key = (request.number,)
             state.requests -= connection.execute("DELETE FROM requests WHERE number = ?", key).rowcount
             state.pieces -= connection.execute("DELETE FROM pieces WHERE request = ?", key).rowcount
             state.ends -= connection.execute("DELETE FROM ends WHERE request = ?", key).rowcount
-        number, body, crc = rows.to_row("head", state.to_bytes(), rows.STATE)
-        connection.execute("UPDATE head SET body = ?, crc = ? WHERE number = ?", (body, crc, number))
+        if folding or not staged.entries:
+            rows.put_last(connection, rows.state_row(state))
+            return nbytes
+        return nbytes + self._log(connection, staged, state)
+
+    @staticmethod
+    def _log(connection: sqlite3.Connection, staged: _Staged, state: rows.State) -> int:
+        """Put the tokens of a write in the log, and the state behind them; return how many bytes those tokens are."""
+        body = rows.step_body(staged.entries, staged.logprobs)
+        step = rows.to_row("steps", body, state.next_step)
+        state.next_step += 1
+        state.steps += 1
+        rows.put_last(connection, rows.state_row(state), step)
+        return len(body)
 
     def _fold_done(self, connection: sqlite3.Connection) -> None:
         """The tokens of the log are in pieces: forget them, and bring the main file up to date."""

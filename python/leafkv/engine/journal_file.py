@@ -92,8 +92,8 @@ def make_tables(path: str, connection: sqlite3.Connection, identity: dict[str, s
     connection.execute("BEGIN IMMEDIATE")
     for statement in rows.SCHEMA.values():
         connection.execute(statement)
-    head = [(rows.IDENTITY, rows.to_json(identity)), (rows.STATE, rows.State().to_bytes())]
-    rows.insert(connection, "head", [rows.to_row("head", body, number) for number, body in head])
+    rows.insert(connection, "head", [rows.to_row("head", rows.to_json(identity), rows.IDENTITY)])
+    rows.insert(connection, "steps", [rows.state_row(rows.State())])
     connection.execute(f"PRAGMA application_id={rows.APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version={rows.VERSION}")
     connection.execute("COMMIT")

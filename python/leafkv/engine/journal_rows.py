@@ -2,9 +2,11 @@
 
 Every table has integer keys, a ``body`` in bytes, and the CRC-32 of table name, keys and body:
 
-``head``      0: the identity, what the journal belongs to; 1: :class:`State`, which counts the rows of all others.
+``head``      the identity: what the journal belongs to.
 ``requests``  admissions, by number: the order of arrival.
 ``steps``     the log: the tokens of one write of all samples together, so that a step costs one row, not one a sample.
+              The last row is the :class:`State`, which counts the rows of all tables. It is here so that a step, which
+              changes both, changes one page.
 ``pieces``    tokens that have been moved out of the log, by request, sample and position of the first.
 ``ends``      how a sample ended, and after how many tokens.
 
@@ -48,7 +50,11 @@ SCHEMA = {
     for table, keys in _KEYS.items()
 }
 _INSERT = {table: f"INSERT INTO {table} VALUES ({', '.join('?' * (len(keys) + 2))})" for table, keys in _KEYS.items()}
-IDENTITY, STATE = 0, 1
+_PUT_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
+_PUT_STEP = f"{_PUT_STATE}, (?, ?, ?)"
+IDENTITY = 0
+STATE = 2**63 - 1
+"""The numbers of these two rows; no step has the latter."""
 _MOST_NUMBERS = 1 << 20
 _COUNT = struct.Struct("<I")
 _STATE = struct.Struct("<7q")
@@ -137,6 +143,12 @@ class State:
             self.next_request, self.next_step, self.next_end, self.requests, self.steps, self.pieces, self.ends
         )
 
+    def copy(self) -> State:
+        """Another one with the same numbers."""
+        return State(
+            self.next_request, self.next_step, self.next_end, self.requests, self.steps, self.pieces, self.ends
+        )
+
     @classmethod
     def from_bytes(cls, data: bytes) -> State:
         """The inverse."""
@@ -152,6 +164,16 @@ def insert(connection: sqlite3.Connection, table: str, rows: list[tuple[int | by
     """Insert rows; a key that is there already is an error of sqlite's."""
     if rows:
         connection.executemany(_INSERT[table], rows)
+
+
+def state_row(state: State) -> tuple[int | bytes, ...]:
+    """The last row of the log."""
+    return to_row("steps", state.to_bytes(), STATE)
+
+
+def put_last(connection: sqlite3.Connection, row: tuple[int | bytes, ...], step: tuple[int | bytes, ...] = ()) -> None:
+    """Put a state row in place of the one before, and a new step before it, if there is one: one statement."""
+    connection.execute(_PUT_STEP if step else _PUT_STATE, step + row)
 
 
 def checksum(table: str, body: bytes, key: Sequence[int]) -> int:
@@ -268,8 +290,9 @@ class Reader:
             self.ends_in_doubt = True
         if (body := self._body("head", IDENTITY)) is not None:
             self.identity = json.loads(body)
-        if (body := self._body("head", STATE)) is not None:
+        if (body := self._body("steps", STATE)) is not None:
             self.state = State.from_bytes(body)
+            self._seen["steps"] = 0
         records: dict[int, Record] = {}
         for number in self._numbers("requests"):
             record = self.read(number)
@@ -364,7 +387,9 @@ class Reader:
             numbers: list[int] = []
             runs.append(numbers)
             try:
-                cursor = self._connection.execute(f"SELECT number FROM {table} ORDER BY number {order}")
+                cursor = self._connection.execute(
+                    f"SELECT number FROM {table} WHERE number < {STATE} ORDER BY number {order}"
+                )
                 numbers.extend(number for (number,) in cursor)  # what came before an error stays
             except READ_ERRORS as error:
                 self._damaged(f"{table}: {error}")
