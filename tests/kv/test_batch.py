@@ -372,6 +372,105 @@ def test_rows_that_outlive_their_manager_are_written_whole() -> None:
     rows.update()
 
 
+def columns_of(manager: KVManager, ids: list[int], **columns: Any) -> NDArray[np.int64]:
+    """The columns of running sequences, a column of the caller's own behind them."""
+    known = [len(manager.tokens(seq_id)) for seq_id in ids]
+    values: dict[str, Any] = {
+        "number": ids,
+        "prompt": known,
+        "known": known,
+        "computed": [manager.num_committed(seq_id) for seq_id in ids],
+        "limit": 99,
+        "last": 0,
+        "born": 1,
+        "ends": 1,
+        "watched": 0,
+        "own": POISON,
+    } | columns
+    return np.array([np.broadcast_to(value, len(ids)) for value in values.values()], np.int64)
+
+
+def test_steps_of_running_sequences() -> None:
+    manager = KVManager(16, 2)
+    for seq_id in (1, 2, 3):
+        begin(manager, seq_id, [seq_id, 5, 6])
+    columns = columns_of(manager, [1, 2, 3], ends=[0, 1, 1])
+    # The columns may lie in a larger array, as those of a scheduler do whose sequences come and go.
+    larger = np.full((10, 7), POISON, np.int64)
+    larger[:, :3] = columns
+    view = larger[:, :3]
+    counts, lacking, everybody, prompts = manager.grow_running(view, 5)
+    assert (counts.dtype.name, counts.tolist(), lacking, everybody, prompts) == ("int64", [3, 2, 0], None, False, True)
+    tokens = np.array([9], np.int64)
+    looks = manager.commit_running(view, [0, 1], [3, 2], tokens, [1, 0], [9])
+    assert (looks.dtype.name, looks.tolist()) == ("bool", [True, False]), "the first token after the prompt"
+    counts, lacking, everybody, prompts = manager.grow_running(view, 5, np.array([1, 1, 3], np.int64))
+    assert (counts.tolist(), lacking, everybody, prompts) == ([1, 1, 3], None, True, True)
+    looks = manager.commit_running(view, None, counts, [9, 9, 9], [1, 1, 1], (9,))
+    assert looks.tolist() == [False, True, True], "one does not mind the end of sequence"
+    assert [manager.tokens(seq_id).tolist() for seq_id in (1, 2, 3)] == [[1, 5, 6, 9, 9], [2, 5, 6, 9], [3, 5, 6, 9]]
+    assert manager.tokens(1, 3).dtype.name == "uint32"
+    assert [manager.tokens(1, start).tolist() for start in (3, 5, 2**63)] == [[9, 9], [], []]
+    expected = columns_of(manager, [1, 2, 3], ends=[0, 1, 1], last=9, prompt=3)
+    assert view.tolist() == expected.tolist()
+    assert (larger[:, 3:] == POISON).all()
+    counts, lacking, everybody, _ = manager.grow_running(view, 2**40, [30, 1, 0])
+    assert lacking is not None
+    assert (lacking.dtype.name, counts.tolist(), everybody) == ("int32", [30, 1, 0], False)
+    assert [bool(n) for n in lacking] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        (np.zeros((8, 1), np.int64), r"columns: got 8 columns, expected at least 9"),
+        (np.zeros((9, 1), np.int32), r"columns: got .*int32.*, expected int64 of shape \[columns, sequences\]"),
+        (np.zeros(9, np.int64), r"columns: got .*, expected int64 of shape \[columns, sequences\]"),
+        ([[0]] * 9, "columns: got .*, expected a numpy array"),
+        (np.broadcast_to(np.int64(0), (9, 1)), "columns: "),
+    ],
+)
+def test_columns_that_are_none_are_refused(columns: Any, problem: str) -> None:
+    manager = grown((1,))
+    with pytest.raises(InvalidInputError, match=problem):
+        manager.grow_running(columns, 5)
+    with pytest.raises(InvalidInputError, match=problem):
+        manager.commit_running(columns, None, [1], [], [0], [])
+
+
+def test_arguments_of_steps_are_refused_by_name() -> None:
+    manager = grown((1, 2))
+    columns = columns_of(manager, [1, 2])
+    before = columns.copy()
+    arguments: Any
+    for arguments, problem in [
+        ((-1,), "budget: got -1"),
+        ((5, [1]), "wishes: got 1, expected one for each of 2 rows"),
+        ((5, [1, -1]), "wishes: item 1 is -1"),
+    ]:
+        with pytest.raises(InvalidInputError, match=problem):
+            manager.grow_running(columns, *arguments)
+    for arguments, problem in [
+        (([2], [1], [], [0], []), "rows: got row 2, expected less than 2"),
+        (([-1], [1], [], [0], []), "rows: item 0 is -1"),
+        ((None, [1], [], [0, 0], []), "counts: got 1, expected one for each of the 2"),
+        ((None, [1, 1], [3], [0, 0], []), "new_counts: they sum to 0, expected the 1 new tokens"),
+        ((None, [1, 1], [3], [1, 0], ["?"]), "ends: item 0 is '\\?'"),
+        (([1, 1], [1, 1], [], [0, 0], []), "seq_ids: item 1 is 2, which is there twice"),
+    ]:
+        with pytest.raises(InvalidInputError, match=problem):
+            manager.commit_running(columns, *arguments)
+    columns[0, 1] = 7
+    with pytest.raises(UnknownSequenceError):
+        manager.grow_running(columns, 10)
+    with pytest.raises(UnknownSequenceError):
+        manager.commit_running(columns, None, [0, 0], [], [0, 0], [])
+    with pytest.raises(UnknownSequenceError):
+        manager.tokens(7)
+    assert (columns[1:] == before[1:]).all()
+    assert [manager.num_committed(seq_id) for seq_id in (1, 2)] == [0, 0]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_follow_the_tables_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)

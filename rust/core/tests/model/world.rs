@@ -473,6 +473,8 @@ impl World {
         let size = model.setup.block_size;
         for (&id, sequence) in &model.sequences {
             assert_eq!(self.manager.num_committed(id), Ok(sequence.committed));
+            let known = sequence.known.iter().map(|cell| cell.0);
+            assert_eq!(self.manager.tokens(id).unwrap(), known.collect::<Vec<_>>());
             let open = sequence.reserved - sequence.committed;
             assert!(
                 self.manager.slots(id, open).is_ok() && self.manager.slots(id, open + 1).is_err()
