@@ -2,8 +2,8 @@
 
 A request that fails ends with finish reason "error", its blocks released; the others go on. What fails in one request
 (its sampling parameters, its logits, its text) is that one's error alone; what fails in the step (the model, the
-kernel) is the error of all requests of the step. Not safe for use by several threads: its faces, `LLM` and
-`AsyncEngine`, see to that.
+kernel) is the error of all requests of the step. Not safe for use by several threads, nor for an interrupt halfway
+through: its faces, `LLM` and `AsyncEngine`, see to that.
 """
 
 from __future__ import annotations

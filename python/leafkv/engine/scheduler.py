@@ -16,9 +16,8 @@ The first sample of a request computes the prompt; the others are forked from it
 
 Invariants: only running samples hold blocks; no work item is empty; :meth:`Scheduler.schedule` ends, since it preempts
 each request at most once for blocks and at most once for a more urgent one, and is never empty-handed while there are
-requests. Cost per step: a few numpy calls over the columns of the running samples, a look at those that a more urgent
-request comes before, and O(log waiting) for each request that is admitted, parked or refused; per-token work is the
-KV manager's.
+requests. Cost per step: one call of the KV manager's over the columns of the running samples, and one to commit; a look
+at those that a more urgent request comes before; O(log waiting) for each request that is admitted, parked or refused.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class Scheduler:
             counts = self._reserve(counts, lacking, drafts, copies)
         if self.num_preemptions == preemptions and len(self._queue):
             counts = self._admit(counts)
-        for request in [*self._untouched] if self._untouched else ():
+        for request in [*self._untouched]:
             self._count(request, counts)
         if running.version != version:
             everybody, prefills = bool(counts.all()), True
@@ -236,7 +235,7 @@ class Scheduler:
         written: NDArray[np.int64],
         tokens: NDArray[np.int64],
         new: NDArray[np.int64],
-        ends: Sequence[int] = (),
+        ends: Sequence[int],
     ) -> None:
         """The KV of ``written[i]`` tokens of each item is there; ``new[i]`` of ``tokens`` [sum(new)] are its next ones.
 
