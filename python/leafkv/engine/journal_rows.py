@@ -73,7 +73,6 @@ class Admission:
         params: its parameters as JSON has them: names are str, sequences come back as lists. ``params["n"]`` (1 where
             there is none) is the number of its samples.
         seed: 0 to 2**64 - 1.
-        arrival: its place in the order of arrival. The journal gives it out; what goes in is not looked at.
     """
 
     request_id: str
@@ -84,7 +83,6 @@ class Admission:
     priority: int
     max_tokens: int
     cache_salt: str | None = None
-    arrival: int = field(default=-1, compare=False)
 
     @property
     def num_samples(self) -> int:
@@ -206,10 +204,10 @@ def admission_body(admission: Admission) -> bytes:
     return _COUNT.pack(len(head)) + head + _int32(array("i", admission.prompt_token_ids))
 
 
-def _to_admission(number: int, body: bytes) -> Admission:
+def _to_admission(body: bytes) -> Admission:
     end = _COUNT.size + _COUNT.unpack_from(body)[0]
     fields = json.loads(body[_COUNT.size : end])
-    return Admission(**fields, prompt_token_ids=_from_int32(body[end:]), arrival=number)
+    return Admission(**fields, prompt_token_ids=_from_int32(body[end:]))
 
 
 def step_body(entries: list[bytes], logprobs: list[str | None]) -> bytes:
@@ -311,7 +309,7 @@ class Reader:
         body = self._body("requests", number)
         if body is None:
             return None
-        admission = _to_admission(number, body)
+        admission = _to_admission(body)
         n = admission.num_samples
         tokens: list[list[int]] = [[] for _ in range(n)]
         logprobs: list[list[str | None]] = [[] for _ in range(n)]
