@@ -255,16 +255,20 @@ def test_a_leader_may_end_with_more_waiters_than_a_step_wakes(
         assert results[request.request_id].outputs[0].token_ids == reference(request.prompt_token_ids, 1)
 
 
+@pytest.mark.parametrize("at_once", [1, 3000])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])
-def test_who_has_left_the_queue_is_forgotten(policy: Any) -> None:
-    """Also while others wait on, and where thousands come and go."""
+def test_who_has_left_the_queue_is_forgotten(policy: Any, at_once: int) -> None:
+    """Also while others wait on, and where thousands come and go: one by one, or all together."""
     rig = Rig(scheduling_policy=policy, max_num_seqs=1)
     rig.add([1, 2], long_answer(200))
     rig.step()
     kept = [rig.add([3, i], greedy(1)) for i in range(5)]
-    for i in range(3000):
-        late = rig.add([1, 2, 3, i % VOCAB], greedy(1), priority=9 * (policy == "priority"))
-        rig.engine.abort_request(late.request_id)
+    for i in range(0, 3000, at_once):
+        late = [
+            rig.add([1, 2, 3, j % VOCAB], greedy(1), priority=9 * (policy == "priority")) for j in range(i, i + at_once)
+        ]
+        for request in late:
+            rig.engine.abort_request(request.request_id)
     held = {name: len(value) for name, value in vars(rig.scheduler._queue).items() if hasattr(value, "__len__")}
     assert max(held.values()) <= 2 * len(kept) + waiting.SLACK + 1, held
     rig.engine.step()

@@ -59,13 +59,12 @@ class Waiting:
         """Take a request."""
         self._entered[request] = number = next(self._entries)
         heapq.heappush(self._heap, (request.order, number, request))
-        if len(self._heap) > 2 * len(self._entered) + SLACK:
-            self._heap = [entry for entry in self._heap if self._entered.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        self._tidy()
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
         del self._entered[request]
+        self._tidy()
 
     def peek(self) -> Request | None:
         """Who is next; it stays."""
@@ -75,6 +74,15 @@ class Waiting:
                 return request
             heapq.heappop(self._heap)
         return None
+
+    def _tidy(self) -> None:
+        """Throw the entries of those who have left out, if there are too many of them."""
+        if len(self._heap) > self._most_entries():
+            self._heap = [entry for entry in self._heap if self._entered.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def _most_entries(self) -> int:
+        return 2 * len(self._entered) + SLACK
 
 
 class WaitingByPrefix(Waiting):
@@ -98,16 +106,14 @@ class WaitingByPrefix(Waiting):
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        super().add(request)
         self._turns.append(request)
+        super().add(request)
         self._look(request)
-        if len(self._turns) > 2 * len(self) + SLACK:
-            self._turns = deque(self)
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
-        super().remove(request)
         del self._cached[request]
+        super().remove(request)
 
     def peek(self) -> Request | None:
         """Who is next; it stays."""
@@ -140,7 +146,13 @@ class WaitingByPrefix(Waiting):
         if self._cached.get(request) != cached:
             self._cached[request] = cached
             heapq.heappush(self._by_cached, (-cached, request.order, next(self._entries), request))
-            if len(self._by_cached) > 2 * len(self) + SLACK:
-                self._by_cached = [entry for entry in self._by_cached if self._cached.get(entry[-1]) == -entry[0]]
-                heapq.heapify(self._by_cached)
+            self._tidy()
         return cached
+
+    def _tidy(self) -> None:
+        super()._tidy()
+        if len(self._turns) > self._most_entries():
+            self._turns = deque(self)
+        if len(self._by_cached) > self._most_entries():
+            self._by_cached = [entry for entry in self._by_cached if self._cached.get(entry[-1]) == -entry[0]]
+            heapq.heapify(self._by_cached)
