@@ -345,7 +345,7 @@ def journal_pair(loaded: Any, batch: int, index: int, folder: str) -> dict[str, 
     touch_memory()
     for name in names:
         timed(name, lambda engine, name=name: add(engine, requests[name]))  # type: ignore[misc]
-    with interrupts_deferred():  # as in a call of `LLM`
+    with interrupts_deferred():  # as in the thread of an `AsyncEngine`, where it costs nothing
         while any(llm.engine.has_unfinished_requests() for llm in llms.values()):
             for name in names:
                 timed(name, lambda engine: engine.step())

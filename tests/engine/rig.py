@@ -37,6 +37,8 @@ class Rig:
         """The order of service in that step."""
         self.out_of_blocks = False
         """Whether the last step has preempted for blocks."""
+        self.looks_at_tokens = True
+        """Whether each step looks at all tokens: otherwise most of them stay with the KV manager until the end."""
         schedule, reserve = self.scheduler.schedule, self.scheduler._reserve
 
         def recorded() -> Work:
@@ -44,7 +46,8 @@ class Rig:
             work = schedule()
             self.work = dict(zip(work.samples, work.counts.tolist(), strict=True))
             self.known = dict(zip(work.samples, work.known.tolist(), strict=True))
-            assert [len(sample.tokens) for sample in work.samples] == work.known.tolist()
+            if self.looks_at_tokens:
+                assert [len(sample.tokens) for sample in work.samples] == work.known.tolist()
             self.orders = {sample: sample.request.order for sample in self.scheduler.running.samples}
             return work
 
@@ -116,8 +119,10 @@ class Rig:
             assert sample.finish_reason is None
             computed, known, number = (int(running.column(name)[row]) for name in (COMPUTED, KNOWN, NUMBER))
             assert number == sample.number
-            assert known == len(sample.tokens) < running.column(LIMIT)[row]
-            assert sample.tokens[-1] == running.column(LAST)[row]
+            assert known < running.column(LIMIT)[row]
+            if self.looks_at_tokens:
+                assert known == len(sample.tokens)
+                assert sample.tokens[-1] == running.column(LAST)[row]
             if not running.column(BORN)[row]:
                 assert computed == 0
                 assert sample is not sample.request.live[0]

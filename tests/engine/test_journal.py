@@ -604,7 +604,7 @@ def test_a_lost_row_is_missed(table: str, tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     for statement, message in (
-        ("PRAGMA user_version = 9", "its format is 9, this LeafKV knows those up to 1"),
+        ("PRAGMA user_version = 9", "its format is 9, this LeafKV knows 2 alone"),
         ("PRAGMA application_id = 9", "no journal, or damaged: application_id 0x9"),
         ("CREATE TABLE more (number)", "the tables are"),
         ("ALTER TABLE ends ADD COLUMN more", "the tables are"),

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -448,6 +449,72 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         llm.generate([[2] * 4, [3] * 4], greedy(9))
     assert llm.stats().running + llm.stats().waiting == 1
     assert list(stream)[-1].outputs[0].token_ids == reference([1] * 4, 9, ignore_eos=True)
+    assert drained(llm)
+
+
+def test_a_handler_that_changes_itself_stays_changed_and_waits_for_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first Ctrl-C asks politely, the second one is for real: in one call, in the middle of steps."""
+    model, asked = ToyModel(), 0
+
+    def polite(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    llm = make_llm(model)
+    other = llm._router.prepare([7, 8], greedy(4, ignore_eos=True))
+    llm.engine.add_request(other)
+    commit, steps = llm.engine.scheduler.commit, 0
+
+    def interrupt(*arguments: Any) -> None:
+        nonlocal steps
+        commit(*arguments)
+        steps += 1
+        if steps in {2, 4}:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine.scheduler, "commit", interrupt)
+    handler = signal.signal(signal.SIGINT, polite)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3]], greedy(9, ignore_eos=True))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert (asked, steps) == (1, 4)
+    llm.engine.step()  # tells of the other one, which had its last token in the step that was interrupted
+    assert other.samples[0].output_token_ids == reference([7, 8], 4, ignore_eos=True)
+    assert drained(llm)
+
+
+def test_ctrl_c_strikes_while_another_thread_makes_a_step() -> None:
+    llm, entered, go_on = make_llm(), threading.Event(), threading.Event()
+
+    def slow(_: Any, logits: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return logits
+
+    stream: Any = llm.stream([4, 5, 6], greedy(9, ignore_eos=True))
+    next(stream)
+    thread = threading.Thread(target=lambda: llm.generate([[1, 2]], greedy(1, logits_processors=[slow])))
+    thread.start()
+    assert entered.wait(60)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert not go_on.is_set()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        go_on.set()
+        thread.join()
+        timer.join()
+    stream.close()
     assert drained(llm)
 
 

@@ -33,6 +33,7 @@ from leafkv import (
     RequestOutput,
     SamplingParams,
 )
+from leafkv.engine.journal import Journal
 from leafkv.engine.request import Request
 
 from .rig import greedy, make_llm
@@ -310,6 +311,78 @@ def test_collect_gives_all_of_them_also_those_that_fail(tmp_path: Path) -> None:
     assert [output.error is not None for output in outputs] == [True, False, False]
     for i in (1, 2):
         assert outputs[i].outputs[0].token_ids == reference([i, 2], 9, ignore_eos=True)
+
+
+@pytest.mark.parametrize("what", ["_fork", "commit"])
+def test_what_fails_after_the_commit_tells_no_more_than_the_journal_has(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two samples one fails: tokens that were committed of the other, and that nobody has looked at, are none."""
+    llm = make_llm(journal=tmp_path / "j")
+    right, calls = getattr(llm.engine.scheduler, what), 0
+    # A commit of the whole step fails, so it is made item by item: there the second one fails.
+    failing = {"_fork": {1}, "commit": {3, 5}}[what]
+
+    def fails(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in failing:
+            raise RuntimeError(what)
+        right(*arguments)
+
+    monkeypatch.setattr(llm.engine.scheduler, what, fails)
+    params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
+    llm.engine.add_request(llm._router.prepare([1, 2, 3], params))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = llm.engine.step()
+    (output,) = outputs
+    assert isinstance(output.error, RuntimeError)
+    told = [[*answer.token_ids] for answer in output.outputs]
+    assert output.metrics is not None
+    assert output.metrics.num_generated_tokens == sum(map(len, told)) == llm.engine.stats().generated_tokens
+    llm.close()
+    with Journal(tmp_path / "j", llm._identify()) as journal:
+        assert [request.tokens for request in journal.requests()] == [told]
+    assert sum(map(len, told)) == (4 if what == "commit" else 0)
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_step_that_is_left_halfway_is_made_again(journal: bool, tmp_path: Path) -> None:
+    """By what is no Exception, in the text of one sample, when another one has been given its last token."""
+    steps = 0
+
+    class Tokenizer(ToyTokenizer):
+        def decode_stream(self, *arguments: Any, **options: Any) -> Any:
+            stream = super().decode_stream(*arguments, **options)
+            step = stream.step
+
+            def left(token: int) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps == 3:
+                    raise SystemExit
+                return step(token)
+
+            stream.step = left
+            return stream
+
+    llm = make_llm(tokenizer=Tokenizer(), journal=tmp_path / "j" if journal else None)
+    streamed = llm._router.prepare([1, 2, 3], greedy(9, ignore_eos=True), stream=True)
+    quiet = llm._router.prepare([5, 6], greedy(3, ignore_eos=True, detokenize=False))
+    for request in (streamed, quiet):
+        llm.engine.add_request(request)
+    left = 0
+    while llm.engine.has_unfinished_requests():
+        with suppress(SystemExit):
+            llm.engine.step()
+            continue
+        left += 1
+    assert left == 1
+    for request, count in ((streamed, 9), (quiet, 3)):
+        expected = reference(request.prompt_token_ids, count, ignore_eos=True)
+        assert request.samples[0].output_token_ids == expected
+    llm.close()
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt(), JournalError("the disk is full")])

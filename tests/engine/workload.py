@@ -173,6 +173,7 @@ class Workload:
             **options,
         }
         self.rig = Rig(self.model, **self.options)
+        self.rig.looks_at_tokens = rng.random() < 0.5
         if rng.random() < 0.3:
             self.rig.scheduler._proposer = Guesser(rng)
         self.stems = [[rng.randrange(VOCAB) for _ in range(self.longest)] for _ in range(3)]

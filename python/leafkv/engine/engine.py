@@ -293,14 +293,16 @@ class Engine:
                 decode=self._decode,
             )
             self._account(work, drawn)
-        except Exception as error:
-            # What the step has written is not committed: nobody will find it.
+        except BaseException as error:
+            # What the step has written is not committed, or taken back: nobody has heard of it.
             for request in _requests_of(work.samples):
-                self._finish(request, "error", error)
-        except BaseException:  # Ctrl-C: the step is taken back, and computed again if somebody goes on
-            for request in _requests_of(work.samples):
-                self.scheduler.preempt(request)
-            raise
+                self._take_back(work, request)
+                if isinstance(error, Exception):
+                    self._finish(request, "error", error)
+                else:  # Ctrl-C: computed again, if somebody goes on
+                    self.scheduler.preempt(request)
+            if not isinstance(error, Exception):
+                raise
 
     def _compute(self, work: Work) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Run the model; return logits, and how many rows of them each item has: of its last tokens."""
@@ -339,6 +341,7 @@ class Engine:
             self._computed_prompt_tokens += int(ends.sum())
         self._now = time.monotonic()
         for request, error in scheduler.bear(drawn.firsts).items():
+            self._take_back(work, request)
             self._finish(request, "error", error)
         work, drawn = self._still_here(work, drawn)
         self._take_all(work, drawn)
@@ -373,7 +376,7 @@ class Engine:
             return
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = self._now
-        reason = None
+        reason = failed = None
         try:
             for token, logprobs in itertools.zip_longest(tokens, drawn.logprobs.get(sample, ())):
                 if reason is not None:
@@ -381,14 +384,25 @@ class Engine:
                     continue
                 reason = sample.take(token, logprobs)
         except Exception as error:  # whatever it is, it is this request's alone
+            failed = error
+        finally:
             self._note_tokens(sample, known)
-            self._finish(request, "error", error)
+        if failed is not None:
+            self._finish(request, "error", failed)
             return
-        self._note_tokens(sample, known)
         if reason is not None:
             self._finish_sample(sample, reason)
         if request.stream:
             self._news[request] = None
+
+    def _take_back(self, work: Work, request: Request) -> None:
+        """What a step has committed of a request, and nobody has looked at, is as if it had not been drawn."""
+        for sample, known in zip(work.samples, work.known.tolist(), strict=True):
+            if sample.request is request and sample.source is not None:
+                sample.settle()
+                del sample.tokens[known:]
+                if self._recorder is not None:
+                    self._recorder.forget(sample)
 
     def _note_tokens(self, sample: Sample, known: int) -> None:
         """The journal gets the tokens of a sample after the first ``known`` generated ones."""
@@ -450,6 +464,7 @@ class Engine:
             try:
                 self.scheduler.commit(one, written[only], its.tokens, its.new, self._eos_token_ids)
             except Exception as error:
+                self._take_back(work, sample.request)
                 self._finish(sample.request, "error", error)
             else:
                 work.looks[only] = one.looks

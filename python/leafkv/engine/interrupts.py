@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,35 +17,25 @@ _put_aside: list[Any] = []
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[Callable[[], None]]:
-    """Within it an interrupt only takes note. It strikes at the end, or when what is given here is called.
+def interrupts_deferred() -> Iterator[None]:
+    """Within it an interrupt only takes note; it strikes at the end. Other threads than the main one get none.
 
-    Within another one it does nothing, and leaves the interrupts to that one. Other threads than the main one get none.
+    Within another one it does nothing, and leaves the interrupts to that one.
     """
     if threading.current_thread() is not threading.main_thread() or _put_aside:
-        yield _nothing
+        yield
         return
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler):
-        yield _nothing
+        yield
         return
     noted: list[tuple[int, Any]] = []
-
-    def strike() -> None:
-        if noted:
-            interrupt = noted[0]
-            noted.clear()
-            handler(*interrupt)
-
     signal.signal(signal.SIGINT, lambda *interrupt: noted.append(interrupt))
     try:
         _put_aside.append(handler)
-        yield strike
+        yield
     finally:
         _put_aside.clear()
         signal.signal(signal.SIGINT, handler)
-        strike()
-
-
-def _nothing() -> None:
-    pass
+        if noted:
+            handler(*noted[0])

@@ -72,14 +72,14 @@ def make_tables(path: str, connection: sqlite3.Connection, identity: dict[str, s
     """Make the tables, if it is a new file; refuse what is no journal.
 
     Raises:
-        JournalError: it is none, of a newer format, or empty and ``create`` is False.
+        JournalError: it is none, of another format, or empty and ``create`` is False.
     """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application == rows.APPLICATION_ID:
-        if version > rows.VERSION:
-            raise JournalError(f"journal {path}: its format is {version}, this LeafKV knows those up to {rows.VERSION}")
+        if version != rows.VERSION:
+            raise JournalError(f"journal {path}: its format is {version}, this LeafKV knows {rows.VERSION} alone")
         connection.execute("PRAGMA journal_mode=WAL").fetchall()
         return
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from leafkv.errors import JournalError
 
 APPLICATION_ID = 0x4C6B764A  # "LkvJ" in the header of the file
-VERSION = 1
+VERSION = 2
 """Of the format: change it with the tables or the bodies."""
 
 _KEYS = {

@@ -429,13 +429,11 @@ class LLM:
 
     def _fill(self, inbox: _Inbox, *, finished: bool = False) -> None:
         """Make steps until an inbox has something, or the end of the answer, be it of another thread's step."""
-        with interrupts_deferred() as strike:
-            while not inbox.has(finished=finished):
-                with self._lock:
-                    if not inbox.has(finished=finished):
-                        self._step()
-                self._abort_dropped()
-                strike()
+        while not inbox.has(finished=finished):
+            with self._lock, interrupts_deferred():
+                if not inbox.has(finished=finished):
+                    self._step()
+            self._abort_dropped()
 
     def _step(self) -> None:
         if not self.engine.has_unfinished_requests():

@@ -53,6 +53,11 @@ class Recorder:
         """Note a generated token, and its place among those."""
         self._tokens.append(_token(sample, position, token))
 
+    def forget(self, sample: Sample) -> None:
+        """The tokens of a sample that were noted since the last flush are none."""
+        key = sample.request.request_id, sample.index
+        self._tokens = [row for row in self._tokens if row[:2] != key]
+
     def end(self, sample: Sample) -> None:
         """Note how a sample has ended."""
         self._ended.append(_end(sample))

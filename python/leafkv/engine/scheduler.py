@@ -271,6 +271,9 @@ class Scheduler:
                     self._fork(request.live[0], sample, row, firsts.get(sample))
             except Exception as error:
                 failed[request] = error
+            else:
+                for sample in request.live[1:]:
+                    self._entrust(sample)
         return failed
 
     def _fork(self, first: Sample, sample: Sample, row: int, token: int | None) -> None:
@@ -286,7 +289,6 @@ class Scheduler:
         running.column(COMPUTED)[row] = written
         running.column(KNOWN)[row] = written + len(unwritten)
         running.column(LAST)[row] = unwritten[-1]
-        self._entrust(sample)
 
     def _wishes(self) -> tuple[NDArray[np.int64], dict[Sample, list[int]]]:
         """How many tokens each running sample would compute, and the drafts among them."""

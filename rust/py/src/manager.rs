@@ -287,7 +287,7 @@ impl KVManager {
                 &mut lacking,
             )
         })?;
-        let counts = PyArray1::from_iter(py, counts.into_iter().map(|n| n as i64));
+        let counts = PyArray1::from_iter(py, counts.into_iter().map(tokens_to_i64));
         let lacking = (shares.lacking > 0)
             .then(|| PyArray1::from_iter(py, lacking.into_iter().map(blocks_to_i32)));
         Ok((counts, lacking, shares.everybody, shares.prompts))
@@ -568,6 +568,10 @@ impl leafkv_core::Rows for TableRows<'_> {
 
 fn blocks_to_i32(blocks: usize) -> i32 {
     i32::try_from(blocks).unwrap_or(i32::MAX)
+}
+
+fn tokens_to_i64(tokens: usize) -> i64 {
+    i64::try_from(tokens).unwrap_or(i64::MAX)
 }
 
 fn sequence_ids(seq_ids: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
