@@ -44,10 +44,12 @@ class Waiting:
     """Requests in the order in which they are to be admitted: by `Request.order`."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int, Request]] = []
-        # Who leaves stays in the heap until it comes up there. It may come back meanwhile: then its last entry counts.
+        # Who leaves stays in the heap until it comes up there, as a number alone: a request holds on to much more, its
+        # error to the frames of whoever was told of it. It may come back meanwhile: then under another number.
+        self._heap: list[tuple[tuple[int, int], int]] = []
         self._entered: dict[Request, int] = {}
-        self._entries = itertools.count()
+        self._requests: dict[int, Request] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entered)
@@ -57,20 +59,21 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        self._entered[request] = number = next(self._entries)
-        heapq.heappush(self._heap, (request.order, number, request))
+        self._entered[request] = number = next(self._numbers)
+        self._requests[number] = request
+        heapq.heappush(self._heap, (request.order, number))
         self._tidy()
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
-        del self._entered[request]
+        del self._requests[self._entered.pop(request)]
         self._tidy()
 
     def peek(self) -> Request | None:
         """Who is next; it stays."""
         while self._heap:
-            _, number, request = self._heap[0]
-            if self._entered.get(request) == number:
+            request = self._requests.get(self._heap[0][-1])
+            if request is not None:
                 return request
             heapq.heappop(self._heap)
         return None
@@ -78,7 +81,7 @@ class Waiting:
     def _tidy(self) -> None:
         """Throw the entries of those who have left out, if there are too many of them."""
         if len(self._heap) > self._most_entries():
-            self._heap = [entry for entry in self._heap if self._entered.get(entry[2]) == entry[1]]
+            self._heap = [entry for entry in self._heap if entry[-1] in self._requests]
             heapq.heapify(self._heap)
 
     def _most_entries(self) -> int:
@@ -99,20 +102,22 @@ class WaitingByPrefix(Waiting):
         super().__init__()
         self._lookup = lookup
         self._now = now
-        self._cached: dict[Request, int] = {}
-        self._by_cached: list[tuple[int, tuple[int, int], int, Request]] = []
-        self._turns: deque[Request] = deque()
+        # Those who wait, by the number under which they entered: how much of them is cached.
+        self._cached: dict[int, int] = {}
+        self._by_cached: list[tuple[int, tuple[int, int], int]] = []
+        self._turns: deque[int] = deque()
         self._glanced = -1
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        self._turns.append(request)
         super().add(request)
-        self._look(request)
+        number = self._entered[request]
+        self._turns.append(number)
+        self._look(number)
 
     def remove(self, request: Request) -> None:
         """Let go of a request."""
-        del self._cached[request]
+        del self._cached[self._entered[request]]
         super().remove(request)
 
     def peek(self) -> Request | None:
@@ -125,34 +130,35 @@ class WaitingByPrefix(Waiting):
             self._glance()
         looks = GLANCES
         while True:
-            cached, *_, request = self._by_cached[0]
-            if self._cached.get(request) == -cached:
+            cached, _, number = self._by_cached[0]
+            if self._cached.get(number) == -cached:
                 looks -= 1
-                if looks == 0 or self._look(request) == -cached:
-                    return request
+                if looks == 0 or self._look(number) == -cached:
+                    return self._requests[number]
             else:
                 heapq.heappop(self._by_cached)
 
     def _glance(self) -> None:
         for _ in range(min(GLANCES, len(self._turns))):
-            request = self._turns.popleft()
-            if request in self._cached:
-                self._look(request)
-                self._turns.append(request)
+            number = self._turns.popleft()
+            if number in self._cached:
+                self._look(number)
+                self._turns.append(number)
 
-    def _look(self, request: Request) -> int:
+    def _look(self, number: int) -> int:
         """Look up how much of a request is cached, and enter it where that has changed."""
+        request = self._requests[number]
         cached = self._lookup(request)
-        if self._cached.get(request) != cached:
-            self._cached[request] = cached
-            heapq.heappush(self._by_cached, (-cached, request.order, next(self._entries), request))
+        if self._cached.get(number) != cached:
+            self._cached[number] = cached
+            heapq.heappush(self._by_cached, (-cached, request.order, number))
             self._tidy()
         return cached
 
     def _tidy(self) -> None:
         super()._tidy()
         if len(self._turns) > self._most_entries():
-            self._turns = deque(self)
+            self._turns = deque(self._requests)
         if len(self._by_cached) > self._most_entries():
             self._by_cached = [entry for entry in self._by_cached if self._cached.get(entry[-1]) == -entry[0]]
             heapq.heapify(self._by_cached)
