@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leafkv import AttentionPlan, KVCache
-from leafkv.kv.cache import DTYPES
+from leafkv.kv.storage import DTYPES
 from leafkv.models import Batch, LoadedModel, load_model
 
 BLOCK_SIZE = 16

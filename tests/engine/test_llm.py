@@ -20,7 +20,7 @@ import pytest
 import leafkv
 from leafkv import LLM, InvalidInputError, InvariantError, SamplingParams
 from leafkv.engine.build import EngineArgs
-from leafkv.kv.cache import DTYPES
+from leafkv.kv.storage import DTYPES
 from leafkv.models import load_model
 
 from ..models.tiny import CONFIGS, write_hf

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from leafkv import _core
 from leafkv.errors import InvalidInputError
 from leafkv.kv import KVCache
-from leafkv.kv.cache import DTYPES
+from leafkv.kv.storage import DTYPES
 
 BLOCKS, LAYERS, HEADS, DIM = 5, 3, 2, 8
 KINDS = [
@@ -34,9 +34,10 @@ def to_float(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 def elements(cache: KVCache) -> NDArray[Any]:
     """[blocks, layers, heads, 2, block_size * head_dim], by the words of `KVCache`."""
-    if cache.dtype != "int8":
-        return cache.array
-    return cache.array[:, : ELEMENTS * cache.block_size].reshape(cache.num_blocks, LAYERS, HEADS, 2, -1)
+    array: NDArray[Any] = cache.array
+    if cache.dtype == "int8":
+        array = array[:, : ELEMENTS * cache.block_size].reshape(cache.num_blocks, LAYERS, HEADS, 2, -1)
+    return array
 
 
 def scales(cache: KVCache) -> NDArray[np.float32]:

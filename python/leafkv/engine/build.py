@@ -24,7 +24,7 @@ from leafkv.engine.speculation import proposer_of
 from leafkv.engine.waiting import POLICIES, Policy
 from leafkv.errors import InvalidInputError
 from leafkv.kv import KVCache, KVManager, size_from_memory
-from leafkv.kv.cache import DTYPES
+from leafkv.kv.storage import DTYPES
 from leafkv.models import load_model
 from leafkv.models.conversion import Conversion
 
