@@ -4,7 +4,7 @@ A layer's attention is computed by one of three, looked for in this order:
 
 1. the `LayerStep` that :func:`using` has set for the forward that runs in this thread: the engine's;
 2. the `LayerStep` that is the attribute ``leafkv_step`` of the key tensor: a `LeafCache` sets it when it gets the keys;
-3. :func:`_dense`, over the keys and values as they come, which are those of all tokens then: any other cache, or none.
+3. :func:`dense`, over the keys and values as they come, which are those of all tokens then: any other cache, or none.
 
 A layer's options (scale, window, softcap, sinks) are read off its call. Every keyword of the call is one that is known:
 an option, or one that has no effect on attention, or it is refused by its name, unless it is None.
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from leafkv.errors import InvalidInputError
+from leafkv.torch import paged_attention, to_device
 
 NAME = "leafkv"
 """The ``attn_implementation``."""
@@ -61,7 +62,7 @@ class LayerStep(Protocol):
     """What computes the attention of the layers, in one forward."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Options, padding: Tensor | None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Options, padding: Tensor | None, /
     ) -> Tensor:
         """Take the new keys and values of a layer, and attend to all that it has.
 
@@ -144,7 +145,7 @@ def attention(
     padding = _padding(attention_mask)
     step = _STEP.get() or getattr(key, "leafkv_step", None)
     if step is None:
-        return _dense(query, key, value, padding, options), None
+        return dense(query, key, value, padding, options), None
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise InvalidInputError(f"layer_idx: expected {type(module).__name__} to have one, which tells layers apart")
@@ -276,17 +277,15 @@ def _padding(attention_mask: Tensor | None) -> Tensor | None:
     return None if _STEP.get() is not None else attention_mask
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: Options) -> Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: Options) -> Tensor:
     """Attention over keys and values [B, num_kv_heads, S, head_dim] of whole sequences, each of them one block."""
-    from leafkv.torch import paged_attention  # noqa: PLC0415
-
     batch, heads, count, dim = query.shape
     rows = query.transpose(1, 2).reshape(batch * count, heads, dim)
     if padding is None:
         tables = np.arange(batch, dtype=np.int32)[:, None]
         starts = np.arange(batch + 1, dtype=np.int32) * count
         lens = np.full(batch, key.shape[2], np.int32)
-        out = paged_attention(rows, key, value, *_on(query.device, tables, starts, lens), **options)
+        out = paged_attention(rows, key, value, *to_device((tables, starts, lens), query.device), **options)
         return out.view(batch, count, heads, dim)
     out = torch.zeros_like(rows).view(batch, count, heads, dim)
     for item, (begin, end, first) in enumerate(_runs(padding, count, key.shape[2])):
@@ -300,7 +299,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, op
             rows.view(batch, count, heads, dim)[item, low - first : high - first],
             key[item : item + 1, :, seen],
             value[item : item + 1, :, seen],
-            *_on(query.device, *arrays),
+            *to_device(arrays, query.device),
             **options,
         )
     return out
@@ -320,7 +319,3 @@ def _runs(padding: Tensor, count: int, total: int) -> list[tuple[int, int, int]]
             raise InvalidInputError("attention_mask: expected padding before or after a sequence, got holes in it")
         runs.append((begin, end, first))
     return runs
-
-
-def _on(device: Any, *arrays: Any) -> Iterator[Tensor]:
-    return (torch.from_numpy(array).to(device) for array in arrays)
