@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from leafkv import AttentionPlan, KVCache
+from leafkv import KVCache
 from leafkv.kv.storage import DTYPES
 from leafkv.models import Batch, LoadedModel, load_model
 
@@ -35,7 +35,7 @@ def surprises(
     found = []
     for start in range(0, len(tokens) - 1, chunk):
         positions = np.arange(start, min(start + chunk, len(tokens) - 1))
-        plan = AttentionPlan(
+        plan = loaded.model.plan(
             table[None],
             np.array([0, len(positions)], np.int32),
             np.array([positions[-1] + 1], np.int32),

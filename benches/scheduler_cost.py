@@ -33,7 +33,7 @@ from benches.serving_engines import touch_memory
 from benches.serving_models import Models
 from numpy.typing import NDArray
 
-from leafkv import LLM, SamplingParams
+from leafkv import LLM, AttentionPlan, SamplingParams
 from leafkv.engine.drawing import draw
 from leafkv.engine.interrupts import interrupts_deferred
 from leafkv.engine.running import COMPUTED, KNOWN
@@ -133,6 +133,8 @@ class Scripted:
         self._noise = np.random.default_rng(0).standard_normal((64, config.vocab_size), np.float32)
         self._logits = np.empty((0, config.vocab_size), np.float32)
         self._likeliest = np.empty(0, np.int64)
+
+    plan = AttentionPlan
 
     def prompt(self, index: int, length: int) -> list[int]:
         """A prompt that goes round a cycle of its own. Indices that are not ``len(cycles)`` apart share nothing."""
@@ -257,7 +259,7 @@ def case_round(case: Case, batch: int, scripted: Scripted, tokenizer: Any, folde
     new = (WARM + 2 * STEPS + 2) * (1 + DRAFTS * ("speculative_config" in case.options)) + 2
     most = PROMPT + new + BLOCK
     llm: Any = LLM(
-        Loaded(scripted, tokenizer, scripted.config),  # type: ignore[arg-type]
+        Loaded(scripted, tokenizer, scripted.config),
         block_size=BLOCK,
         num_blocks=(batch + 2) * -(-most // BLOCK) + 64,
         max_num_batched_tokens=batch * PROMPT,  # all prompts in one step, so that all answers are as long

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from leafkv import LLM, AsyncEngine, QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
+from leafkv import LLM, AsyncEngine, AttentionPlan, QueueFullError, RequestOutput, RequestOutputKind, SamplingParams
 from leafkv.kv import KVCache
 from leafkv.models import LoadedModel
 from leafkv.models.batch import Batch
@@ -52,6 +52,7 @@ PIECES = [
 class Player:
     """Its next token depends on the position alone: ``script[p]`` follows the token at ``p``."""
 
+    plan = AttentionPlan
     config: ToyConfig
     script: NDArray[np.int64] = field(default_factory=lambda: np.zeros(SEATS * (LONGEST + 8), np.int64))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from leafkv import AttentionPlan
 from leafkv.kv import KVCache
 from leafkv.models.batch import Batch
 
@@ -71,6 +72,7 @@ class ToyConfig:
 
 @dataclass
 class ToyModel:
+    plan = AttentionPlan
     config: ToyConfig = field(default_factory=ToyConfig)
     before_forward: Callable[[Batch], None] = lambda batch: None
     """Called with each batch: a test looks, aborts or raises here."""

@@ -55,7 +55,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "gpt2": lambda: transformers.GPT2Config(**{**COMMON, "n_positions": 512}),
-    "falcon": lambda: transformers.FalconConfig(**COMMON, multi_query=True, alibi=False, new_decoder_architecture=False),
+    "falcon": lambda: transformers.FalconConfig(
+        **COMMON, multi_query=True, alibi=False, new_decoder_architecture=False
+    ),
     "falcon_alibi": lambda: transformers.FalconConfig(
         **COMMON, multi_query=False, alibi=True, new_decoder_architecture=False
     ),

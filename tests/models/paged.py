@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from leafkv.models import Batch, Model, ModelConfig
+from leafkv.models import Batch, Model
+from leafkv.models.batch import ModelShape
 
 BLOCK_SIZE = 4
 
@@ -16,7 +17,7 @@ BLOCK_SIZE = 4
 class NumpyCache:
     """Keys and values [num_blocks, num_kv_heads, block_size, head_dim] of each layer."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int = 64) -> None:
+    def __init__(self, config: ModelShape, num_blocks: int = 64) -> None:
         shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self._layers = [
             (np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)) for _ in range(config.num_layers)

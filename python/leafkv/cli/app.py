@@ -13,10 +13,11 @@ from rich.console import Console
 from leafkv import LLM, SamplingParams, StructuredOutputsParams
 from leafkv.cli.terminal import Timings, load_with_progress, stream_text
 from leafkv.errors import InvalidInputError, LeafKVError
+from leafkv.models.backend import LoadOptions
 
 if TYPE_CHECKING:
     from leafkv.engine.outputs import RequestOutput
-    from leafkv.models import LoadedModel
+    from leafkv.models.backend import Loaded
 
 app = typer.Typer(
     add_completion=False,
@@ -54,13 +55,17 @@ Threads = Annotated[int | None, typer.Option("--threads", help="Threads to use",
 Blocks = Annotated[
     int | None, typer.Option("--num-blocks", help="Size of the KV cache", show_default="from free memory")
 ]
-Dtype = Annotated[str, typer.Option(help="Of the arithmetic: float32, bfloat16 or auto, which is float32")]
+Dtype = Annotated[
+    str, typer.Option(help="Of the arithmetic: float32, bfloat16 or auto (see LLM); float16 with backend transformers")
+]
 Quantization = Annotated[
     str | None,
     typer.Option(
         help="Quantize float weights at load: q8_0, q4_0 or q4_1", show_default="weights as the file has them"
     ),
 ]
+Backend = Annotated[str, typer.Option(help="Whose code computes the model: leafkv, which auto is too, or transformers")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or with backend transformers a GPU, such as cuda:0")]
 KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="float32, float16, bfloat16, int8 or auto")]
 
 
@@ -86,6 +91,8 @@ def generate(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KVDtype = "auto",
+    backend: Backend = "auto",
+    device: Device = "auto",
 ) -> None:
     """Continue a text."""
     params = SamplingParams(
@@ -103,7 +110,7 @@ def generate(
     )
     if prompt == "-":
         prompt = sys.stdin.read() if sys.stdin else ""  # None: closed
-    loaded = load_with_progress(model, notes, dtype=dtype, quantization=quantization)
+    loaded = load_with_progress(model, notes, LoadOptions(dtype, quantization, backend, device))
     llm = _engine(loaded, threads, num_blocks, kv_cache_dtype, speculate)
     result, timings = stream_text(llm, prompt, params)
     _summarize(result, timings)
@@ -131,6 +138,8 @@ def chat(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KVDtype = "auto",
+    backend: Backend = "auto",
+    device: Device = "auto",
 ) -> None:
     """Talk with a model. Each turn finds the turns before it in the prefix cache."""
     params = SamplingParams(
@@ -146,7 +155,7 @@ def chat(
         stop=stop,
         structured_outputs=_form(json_schema, regex),
     )
-    loaded = load_with_progress(model, notes, dtype=dtype, quantization=quantization)
+    loaded = load_with_progress(model, notes, LoadOptions(dtype, quantization, backend, device))
     llm = _engine(loaded, threads, num_blocks, kv_cache_dtype, speculate)
     messages = [{"role": "system", "content": system}] if system else []
     notes.print("Write a message. Ctrl-C stops an answer, Ctrl-D ends the chat.", style="dim")
@@ -192,7 +201,7 @@ def _form(json_schema: Path | None, regex: str | None) -> StructuredOutputsParam
 
 
 def _engine(
-    loaded: LoadedModel, threads: int | None, num_blocks: int | None, kv_cache_dtype: str, speculate: int | None
+    loaded: Loaded, threads: int | None, num_blocks: int | None, kv_cache_dtype: str, speculate: int | None
 ) -> LLM:
     return LLM(
         loaded,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from leafkv.models import load_model
+from leafkv.models.backend import LoadOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from leafkv import LLM, SamplingParams
     from leafkv.engine.outputs import RequestOutput
     from leafkv.engine.router import Prompt
-    from leafkv.models import LoadedModel
+    from leafkv.models.backend import Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,16 @@ class Timings:
         return (self.tokens - 1) / decoding if decoding > 0 else 0.0
 
 
-def load_with_progress(
-    model: str | None, console: Console, *, dtype: str = "auto", quantization: str | None = None
-) -> LoadedModel:
+def load_with_progress(model: str | None, console: Console, options: LoadOptions | None = None) -> Loaded:
     """Load a model (None: the embedded one) behind a progress bar."""
+    options = options or LoadOptions()
+    if options.by_transformers:  # which shows its own
+        return options.load(model)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
-        return load_model(
-            model,
-            dtype=dtype,
-            quantization=quantization,
-            progress=lambda done, total, label: bar.update(task, completed=done, total=total, description=label),
+        return options.load(
+            model, lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
         )
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from leafkv.engine.request import Request
     from leafkv.engine.router import Prompt
     from leafkv.engine.sampling_params import SamplingParams
-    from leafkv.models import LoadedModel
     from leafkv.models.tokenizer import Tokenizer
 
 
@@ -45,7 +44,7 @@ class AsyncEngine:
     ``async with`` block, of its last reference or of the process calls, too.
 
     Args:
-        model: a .gguf file or a Hugging Face directory, a loaded model, or None for the embedded default.
+        model: what :class:`leafkv.LLM` takes.
         options: those of :class:`leafkv.LLM`.
 
     Raises:
@@ -55,11 +54,11 @@ class AsyncEngine:
         JournalError: the journal is damaged, in use, or of another model.
     """
 
-    def __init__(self, model: str | Path | LoadedModel | None = None, **options: Any) -> None:
+    def __init__(self, model: Any = None, **options: Any) -> None:
         self._start(build(model, EngineArgs(**options)))
 
     @classmethod
-    def resume(cls, path: str | Path, model: str | Path | LoadedModel | None = None, **options: Any) -> Self:
+    def resume(cls, path: str | Path, model: Any = None, **options: Any) -> Self:
         """An engine with the journal at ``path``, which goes on with the requests that had not ended there.
 
         They give the tokens that they would have given; their consumers come back with :meth:`stream`.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from leafkv._core import AttentionPlan
 from leafkv.engine.running import LAST, NUMBER
 from leafkv.models.batch import Batch
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from leafkv._core import KVManager
     from leafkv.engine.running import Running
     from leafkv.engine.work import Work
-    from leafkv.models.config import ModelConfig
+    from leafkv.models.batch import Model
 
 
 class BatchBuilder:
@@ -28,7 +27,7 @@ class BatchBuilder:
     def __init__(
         self,
         manager: KVManager,
-        config: ModelConfig,
+        model: Model,
         *,
         max_tokens: int,
         max_seqs: int,
@@ -36,7 +35,7 @@ class BatchBuilder:
         num_threads: int | None,
     ) -> None:
         self._manager = manager
-        self._config = config
+        self._model = model
         self._num_threads = num_threads
         # Every token of a step has a slot of its own, every sequence at least one of the tokens.
         max_tokens = min(max_tokens, manager.num_blocks * manager.block_size)
@@ -50,7 +49,7 @@ class BatchBuilder:
 
     def build(self, work: Work, running: Running, wanted: NDArray[np.int64]) -> Batch:
         """The batch of a step. Its logits are those of the last ``wanted[i]`` tokens that each item computes."""
-        counts = work.counts
+        counts, shape = work.counts, self._model.config
         starts = np.zeros(len(work) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         total = int(starts[-1])
@@ -74,13 +73,13 @@ class BatchBuilder:
             token_ids=token_ids,
             positions=positions,
             slots=slots,
-            plan=AttentionPlan(
+            plan=self._model.plan(
                 tables,
                 starts,
                 (work.computed + counts).astype(np.int32),
-                num_heads=self._config.num_heads,
-                num_kv_heads=self._config.num_kv_heads,
-                head_dim=self._config.head_dim,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
                 block_size=self._manager.block_size,
                 num_blocks=self._manager.num_blocks,
                 num_threads=self._num_threads,

@@ -24,12 +24,11 @@ from leafkv.engine.speculation import proposer_of
 from leafkv.engine.waiting import POLICIES, Policy
 from leafkv.errors import InvalidInputError
 from leafkv.kv import KVCache, KVManager, size_from_memory
-from leafkv.kv.storage import DTYPES
-from leafkv.models import load_model
-from leafkv.models.conversion import Conversion
+from leafkv.kv.storage import DTYPES, storage_of
+from leafkv.models.backend import LoadOptions
 
 if TYPE_CHECKING:
-    from leafkv.models import LoadedModel
+    from leafkv.models.backend import Loaded
     from leafkv.models.tokenizer import Tokenizer
 
 MAX_THREADS = 1024
@@ -75,6 +74,9 @@ class EngineArgs:
     queue_timeout: float | None = None
     speculative_config: Mapping[str, Any] | None = None
     journal: str | Path | None = None
+    backend: str = "auto"
+    device: Any = "auto"
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {}  # of numpy's numbers only the value is kept
@@ -84,7 +86,7 @@ class EngineArgs:
                 values[name] = check_integer(name, value, 1, most)
         for name in ("enable_prefix_caching", "partial_hits"):
             check_bool(name, getattr(self, name))
-        Conversion(self.dtype, self.quantization)  # which checks them
+        self.load_options  # noqa: B018 (to make them is to check them)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidInputError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -98,6 +100,11 @@ class EngineArgs:
             raise InvalidInputError(f"journal: expected a path, got {self.journal!r}")
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """How the model is loaded."""
+        return LoadOptions(self.dtype, self.quantization, self.backend, self.device, self.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +122,8 @@ class Built:
     """What a journal of its requests belongs to; it takes a step of the model."""
 
 
-def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
-    """An engine for ``model``, ready to run.
+def build(model: Any, args: EngineArgs) -> Built:
+    """An engine for ``model``, which `leafkv.LLM` describes, ready to run.
 
     Raises:
         InvalidInputError: an option is not what ``model`` was loaded with, or more than it can.
@@ -124,20 +131,23 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         InsufficientMemoryError: the KV cache does not fit in free memory.
     """
     log.show()
-    loaded = _load(model, Conversion(args.dtype, args.quantization))
+    loaded = _load(model, args.load_options)
     if summary := getattr(loaded, "weights", None):
-        log.logger.info("%s: weights %s; arithmetic in %s", loaded.name, summary, loaded.dtype)
+        name, dtype = getattr(loaded, "name", "model"), getattr(loaded, "dtype", "float32")
+        log.logger.info("%s: weights %s; arithmetic in %s", name, summary, dtype)
     config, block_size = loaded.config, args.block_size
     context = config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > context:
         raise InvalidInputError(f"max_model_len: {args.max_model_len} is beyond the model's context of {context}")
     max_model_len = args.max_model_len or context
-    kv_dtype = "float32" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    kv_dtype = getattr(loaded, "kv_dtype", "float32") if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    place = getattr(loaded, "cache_options", {})
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
     num_blocks = args.num_blocks
     if num_blocks is None:
         most = args.max_num_seqs * -(-max_model_len // block_size)
-        size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most)
+        available = storage_of(**{"backend": "numpy", "device": "cpu", **place}).available()
+        size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most, available=available)
         log.logger.info("KV cache: %s", size)
         num_blocks = size.num_blocks
     manager = KVManager(
@@ -146,7 +156,7 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
         enable_prefix_caching=args.enable_prefix_caching,
         partial_hits=args.partial_hits,
     )
-    cache = KVCache(num_blocks, *shape)
+    cache = KVCache(num_blocks, *shape, **place)
     tokenizer = loaded.tokenizer
     eos_token_ids = frozenset(config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ())
     name = getattr(loaded, "name", "model")
@@ -184,30 +194,40 @@ def build(model: str | Path | LoadedModel | None, args: EngineArgs) -> Built:
     return Built(router, engine, manager, cache, tokenizer, eos_token_ids, journal, identify)
 
 
-def identity_of(loaded: LoadedModel, kv_cache_dtype: str, num_threads: int | None) -> dict[str, str | int]:
+def identity_of(loaded: Loaded, kv_cache_dtype: str, num_threads: int | None) -> dict[str, str | int]:
     """What a journal belongs to: requests go on to the same tokens where all of this is the same."""
+    backend = getattr(loaded, "backend", "leafkv")
     return {
+        **({} if backend == "leafkv" else {"backend": backend}),  # journals of before there was a choice lack it
         "model": getattr(loaded, "name", "model"),
         "dtype": getattr(loaded, "dtype", "float32"),
         "quantization": getattr(loaded, "quantization", None) or "none",
         "kv_cache_dtype": kv_cache_dtype,
         "vocab_size": loaded.config.vocab_size,
         "instruction_set": instruction_set(),
-        "fingerprint": fingerprint(loaded.model, kv_cache_dtype, num_threads),
+        "fingerprint": fingerprint(loaded.model, kv_cache_dtype, num_threads, getattr(loaded, "cache_options", None)),
     }
 
 
-def _load(model: str | Path | LoadedModel | None, conversion: Conversion) -> LoadedModel:
-    if model is None or isinstance(model, (str, Path)):
-        return load_model(model, dtype=conversion.dtype, quantization=conversion.quantization)
+def _load(model: Any, options: LoadOptions) -> Loaded:
     if not all(hasattr(model, name) for name in ("model", "tokenizer", "config")):
-        raise InvalidInputError(f"model: expected a path, a loaded model or None, got {model!r}")
+        return options.load(model)
     # A model is what it was loaded as: what is asked for now must be that.
-    dtype, quantization = getattr(model, "dtype", "float32"), getattr(model, "quantization", None)
-    if conversion.dtype not in ("auto", dtype):
-        raise InvalidInputError(f"dtype: expected auto or {dtype}, as the model was loaded, got {conversion.dtype!r}")
-    if conversion.quantization not in (None, quantization):
+    loaded = {
+        "backend": getattr(model, "backend", "leafkv"),
+        "device": getattr(model, "cache_options", {}).get("device", "cpu"),
+        "dtype": getattr(model, "dtype", "float32"),
+    }
+    for name, expected in loaded.items():
+        asked = getattr(options, name)
+        if str(asked) not in {"auto", expected}:
+            raise InvalidInputError(f"{name}: expected auto or {expected}, as the model was loaded, got {asked!r}")
+    quantization = getattr(model, "quantization", None)
+    if options.quantization not in (None, quantization):
         raise InvalidInputError(
-            f"quantization: expected {quantization!r}, as the model was loaded, got {conversion.quantization!r}"
+            f"quantization: expected {quantization!r}, as the model was loaded, got {options.quantization!r}"
         )
-    return model
+    if options.tokenizer is not None:
+        raise InvalidInputError("tokenizer: expected None: the model was loaded with one")
+    found: Loaded = model
+    return found

@@ -113,7 +113,7 @@ class Engine:
         )
         self._builder = BatchBuilder(
             manager,
-            model.config,
+            model,
             max_tokens=max_num_batched_tokens,
             max_seqs=max_num_seqs,
             max_model_len=max_model_len,

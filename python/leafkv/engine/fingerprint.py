@@ -8,26 +8,30 @@ that a model gives to a fixed text, and one step is quickly made.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leafkv._core import AttentionPlan
 from leafkv.kv import KVCache
 from leafkv.models.batch import Batch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from leafkv.models.batch import Model
 
 TOKENS = 16
 """Of the text: enough for keys and values to matter."""
 
 
-def fingerprint(model: Model, kv_cache_dtype: str, num_threads: int | None = None) -> str:
+def fingerprint(
+    model: Model, kv_cache_dtype: str, num_threads: int | None = None, cache_options: Mapping[str, Any] | None = None
+) -> str:
     """A digest, 16 hexadecimal digits, of the logits that ``model`` gives after each of a few tokens."""
     config = model.config
-    cache = KVCache(1, config.num_layers, config.num_kv_heads, config.head_dim, TOKENS, kv_cache_dtype)
-    plan = AttentionPlan(
+    sizes = (1, config.num_layers, config.num_kv_heads, config.head_dim, TOKENS)
+    cache = KVCache(*sizes, kv_cache_dtype, **(cache_options or {}))
+    plan = model.plan(
         np.zeros((1, 1), np.int32),
         np.array([0, TOKENS], np.int32),
         np.array([TOKENS], np.int32),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from leafkv.engine.request import Request
     from leafkv.engine.waiting import Policy
-    from leafkv.models import LoadedModel
     from leafkv.models.tokenizer import Tokenizer
 
 
@@ -39,7 +38,9 @@ class LLM:
     Safe to use from several threads: their requests share the steps.
 
     Args:
-        model: a .gguf file or a Hugging Face directory, a loaded model, or None for the embedded default.
+        model: a .gguf file or a Hugging Face directory, a loaded model, or None for the embedded default. With
+            ``backend="transformers"``: a Hugging Face directory, or a model of transformers, which is taken over: its
+            ``attn_implementation`` is "leafkv" from then on.
         num_blocks: size of the KV cache; None sizes it from free memory, and logs the figures.
         block_size: tokens per block.
         max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks.
@@ -51,11 +52,14 @@ class LLM:
             is all cached still computes up to ``block_size`` tokens, not one.
         dtype: of the arithmetic. "float32", which "auto" is too: weights stay as the file has them, floats or
             quantized, and are widened exactly when they are used. "bfloat16": weights and activations are bfloat16.
-            Of a loaded model "auto" is what it was loaded with.
+            Of backend "transformers" also "float16", and "auto" is the checkpoint's own. Of a loaded model "auto" is
+            what it was loaded with.
         quantization: "q8_0", "q4_0" or "q4_1" quantizes weights at load that the file has as floats; None leaves them
             as they are. It goes with float32 alone.
-        kv_cache_dtype: "auto" (float32), "float32", "float16", "bfloat16" or "int8".
-        num_threads: threads for attention and matrix products; None for all.
+        kv_cache_dtype: "float32", "float16", "bfloat16", "int8", or "auto": float32, or of backend "transformers" the
+            dtype of the model.
+        num_threads: threads for attention and matrix products; None for all. PyTorch's are set while a step of backend
+            "transformers" runs, for the whole process, as PyTorch has it; None leaves them.
         scheduling_policy: who goes first: "fcfs", in order of arrival; "priority", the lowest ``priority``; "prefix",
             who finds most of its prompt in the cache.
         max_waiting: requests that wait at the same time at most: one more is refused. None for no bound.
@@ -63,17 +67,25 @@ class LLM:
         speculative_config: guess tokens and check them several at a time, as vLLM's option of this name; None to not.
         journal: a file in which requests survive the end of the process, see :meth:`resume`; it keeps answers until a
             thousand others have ended after them. None for no file.
+        backend: whose code computes the model: "leafkv", which "auto" is too, or "transformers", the model code of
+            that library, for any decoder that it has, over our cache and attention (``pip install 'leafkv[torch]'``).
+            What the engine cannot do for a model is refused by name when it is loaded.
+        device: "auto" or "cpu"; of backend "transformers" also a GPU, such as "cuda:0", and "auto" is one if there is
+            any.
+        tokenizer: of backend "transformers": a directory or a tokenizer, in place of the one beside the model. Where
+            there is none, prompts are token ids.
 
     Raises:
         InvalidInputError: an argument is malformed, or not what ``model`` was loaded with.
-        ModelLoadError: the model cannot be read, or not be quantized like that.
+        ModelLoadError: the model cannot be read, or not be quantized like that, or has what the engine does not do.
+        MissingExtraError: a library that it takes is not installed.
         InsufficientMemoryError: the KV cache does not fit in free memory.
         JournalError: the journal is damaged, in use, or of another model.
     """
 
     def __init__(
         self,
-        model: str | Path | LoadedModel | None = None,
+        model: Any = None,
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
@@ -91,6 +103,9 @@ class LLM:
         queue_timeout: float | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         journal: str | Path | None = None,
+        backend: str = "auto",
+        device: Any = "auto",
+        tokenizer: Any = None,
     ) -> None:
         args = EngineArgs(
             num_blocks=num_blocks,
@@ -109,6 +124,9 @@ class LLM:
             queue_timeout=queue_timeout,
             speculative_config=speculative_config,
             journal=journal,
+            backend=backend,
+            device=device,
+            tokenizer=tokenizer,
         )
         built = build(model, args)
         self.manager = built.manager
@@ -126,7 +144,7 @@ class LLM:
         """Requests that have come back from the journal, and that nobody has asked for yet."""
 
     @classmethod
-    def resume(cls, path: str | Path, model: str | Path | LoadedModel | None = None, **options: Any) -> Self:
+    def resume(cls, path: str | Path, model: Any = None, **options: Any) -> Self:
         """An `LLM` with the journal at ``path``, which goes on with the requests that had not ended there.
 
         They give the tokens that they would have given. One that does not fit is logged, and stays there. Ask for

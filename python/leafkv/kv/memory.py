@@ -31,13 +31,16 @@ class CacheSize:
         )
 
 
-def size_from_memory(block_nbytes: int, *, max_blocks: int, fraction: float = 0.5) -> CacheSize:
+def size_from_memory(
+    block_nbytes: int, *, max_blocks: int, fraction: float = 0.5, available: int | None = None
+) -> CacheSize:
     """Size a cache from free memory: at most ``fraction`` of it, and never more than ``max_blocks``.
 
     Args:
         block_nbytes: bytes of one block, see :attr:`KVCache.block_nbytes`.
         max_blocks: what the caller can use at most.
         fraction: the share of free memory to take, above 0 and at most 1.
+        available: bytes that are free; None asks the machine how much of its RAM is.
 
     Raises:
         InsufficientMemoryError: not even one block fits.
@@ -46,7 +49,8 @@ def size_from_memory(block_nbytes: int, *, max_blocks: int, fraction: float = 0.
         raise InvalidInputError(f"fraction: {fraction} is not in (0, 1]")
     if block_nbytes < 1 or max_blocks < 1:
         raise InvalidInputError(f"block_nbytes and max_blocks must be at least 1, not {block_nbytes} and {max_blocks}")
-    available = available_memory()
+    if available is None:
+        available = available_memory()
     fit = int(available * fraction) // block_nbytes
     if fit < 1:
         raise InsufficientMemoryError(

@@ -6,10 +6,46 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from leafkv.models.config import ModelConfig
+
+class ModelShape(Protocol):
+    """What the engine wants to know of a model: `leafkv.models.ModelConfig`, say."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, and logits."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of context that the model is made for."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
 
 
 class Attention(Protocol):
@@ -51,7 +87,7 @@ class Batch:
     slots: NDArray[np.int64]
     """[T], where each token's key and value go."""
     plan: Attention
-    """Who attends to what, for these T rows."""
+    """Who attends to what, for these T rows: what the model's own ``plan`` has made."""
     logit_rows: NDArray[np.int64]
     """[S], the rows whose logits are wanted."""
     num_threads: int | None = None
@@ -62,8 +98,12 @@ class Model(Protocol):
     """A decoder that keeps its keys and values in a paged cache."""
 
     @property
-    def config(self) -> ModelConfig:
-        """Shapes and options of the model."""
+    def config(self) -> ModelShape:
+        """Its shape."""
+
+    @property
+    def plan(self) -> Callable[..., Any]:
+        """What makes a batch's plan, by the arguments of `leafkv.AttentionPlan`, which it is for models on CPUs."""
 
     def forward(self, batch: Batch, cache: Cache) -> NDArray[np.float32]:
         """Write the batch's keys and values to ``cache``; return logits, float32 [S, vocab_size]."""

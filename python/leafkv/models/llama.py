@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from leafkv._core import embed, linear, rope_write_kv
+from leafkv._core import AttentionPlan, embed, linear, rope_write_kv
 from leafkv.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class LlamaModel:
         weights: every array of `leafkv.models.parameters.parameters`; kept, not copied.
         precision: what activations are rounded to before products with weights; all else is float32.
     """
+
+    plan = AttentionPlan
 
     def __init__(
         self, config: ModelConfig, weights: Weights, precision: Literal["float32", "bfloat16"] = "float32"

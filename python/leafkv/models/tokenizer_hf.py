@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from leafkv.models.config import ModelConfig
+    from leafkv.models.batch import ModelShape
 
 
-def tokenizer_from_hf(directory: Path, config: ModelConfig) -> Tokenizer:
+def tokenizer_from_hf(directory: Path, config: ModelShape) -> Tokenizer:
     """Read ``tokenizer.json``, and special tokens and the chat template from the files beside it.
 
     Raises:

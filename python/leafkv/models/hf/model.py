@@ -22,8 +22,7 @@ from leafkv.models.hf.features import DecoderShape, examine, forward
 from leafkv.torch import AttentionPlan, to_device
 
 if TYPE_CHECKING:
-    from leafkv.kv import KVCache
-    from leafkv.models.batch import Batch
+    from leafkv.models.batch import Batch, Cache
     from leafkv.models.hf.attention import Options
 
 
@@ -63,7 +62,7 @@ class HFModel:
         """Where it computes."""
         return self._model.device
 
-    def forward(self, batch: Batch, cache: KVCache) -> NDArray[np.float32]:
+    def forward(self, batch: Batch, cache: Cache) -> NDArray[np.float32]:
         """Write the batch's keys and values to ``cache``, which has tensors; return logits, float32 [S, vocab_size]."""
         host: Any = batch.plan
         arrays = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows, *host.arrays)
@@ -83,7 +82,7 @@ class _Step:
     """The attention of all layers in one step."""
 
     plan: AttentionPlan
-    cache: KVCache
+    cache: Any
     slots: Tensor
 
     def attend(
