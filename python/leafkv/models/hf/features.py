@@ -27,6 +27,7 @@ REFUSED: dict[str, str] = {
     "is_encoder_decoder": "an encoder and a decoder",
     "alibi": "a bias by distance, added by the model's own code",
     "attention_chunk_size": "attention within chunks",
+    "attn_temperature_tuning": "a scale by a token's place in the batch",
     "kv_lora_rank": "latent attention, whose keys and values differ in size",
     "num_kv_shared_layers": "layers that use the keys and values of others",
     "use_bidirectional_attention": "tokens that see later ones",
@@ -74,7 +75,6 @@ def check_config(config: Any) -> None:
         raise ModelLoadError(f"layer_types: {', '.join(sorted(unknown))}: not supported by backend 'transformers'")
     if "mrope_section" in str(getattr(text, "rope_parameters", None)):
         raise ModelLoadError("mrope_section: positions of more than one axis: not supported by backend 'transformers'")
-    context_of(config)
 
 
 def check_class(kind: Any) -> None:
@@ -121,7 +121,7 @@ def examine(model: Any) -> DecoderShape:
     try:
         with torch.inference_mode():
             with attention.using(recorder):
-                logits = forward(model, torch.cat(tokens), positions=torch.cat([_counted(each) for each in tokens]))
+                logits = forward(model, torch.cat(tokens), torch.cat([torch.arange(length) for length in lengths]))
             expected = torch.cat(_alone(model, tokens))
     except LeafKVError as error:
         raise ModelLoadError(f"{type(model).__name__}: {error}") from error
@@ -148,7 +148,7 @@ def forward(model: Any, token_ids: Tensor, positions: Tensor, **options: Any) ->
     """Logits of a flattened batch, float32 [rows, vocab_size]. No cache is transformers' affair, and no padding."""
     output = model(
         input_ids=token_ids[None],
-        position_ids=positions[None],
+        position_ids=positions.to(token_ids.device)[None],
         # Not None: transformers would look for packed sequences, and so wait for the device.
         attention_mask=torch.ones_like(token_ids)[None],
         use_cache=False,
@@ -160,16 +160,12 @@ def forward(model: Any, token_ids: Tensor, positions: Tensor, **options: Any) ->
 
 
 def _alone(model: Any, sequences: list[Tensor]) -> list[Tensor]:
-    """The logits of each sequence by the model's own attention."""
+    """The logits of each sequence by the model's own attention, mask and positions."""
     model.set_attn_implementation("eager")
     try:
-        return [forward(model, sequence, _counted(sequence)) for sequence in sequences]
+        return [model(sequence[None], use_cache=False, return_dict=True).logits[0].float() for sequence in sequences]
     finally:
         model.set_attn_implementation(attention.NAME)
-
-
-def _counted(sequence: Tensor) -> Tensor:
-    return torch.arange(len(sequence), device=sequence.device)
 
 
 def _special(model: Any, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from leafkv.errors import InvalidInputError, LeafKVError, ModelLoadError
 from leafkv.models.chat_template import ChatTemplate
 from leafkv.models.hf.attention import NAME, register
-from leafkv.models.hf.features import DecoderShape, check_class, check_config
+from leafkv.models.hf.features import DecoderShape, check_class, check_config, context_of
 from leafkv.models.hf.model import HFModel
 from leafkv.models.tokenizer import Tokenizer
 from leafkv.models.tokenizer_hf import tokenizer_from_hf
@@ -104,6 +104,7 @@ def _read(path: Path, dtype: str, device: Any) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelLoadError(f"model_type = {config.model_type!r}: transformers has no causal language model of it")
     check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    context_of(config)
     model, found = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
