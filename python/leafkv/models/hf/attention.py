@@ -177,6 +177,8 @@ def mask(
         return None
     if attention_mask is not None and attention_mask.ndim != 2:
         raise InvalidInputError(f"attention_mask: expected [batch, tokens], got shape {tuple(attention_mask.shape)}")
+    if hasattr(attention_mask, "leafkv_first"):  # with a static cache, `generate` has asked for it before the forward
+        return attention_mask
     first = q_offset - kv_offset
     # A static cache has keys after the last query: they are hidden like padding. Its offset may be a tensor.
     trailing = isinstance(first, torch.Tensor) or first + q_length != kv_length
@@ -190,7 +192,8 @@ def mask(
         known = known[:, kv_offset : kv_offset + kv_length]
     if trailing:
         known = known & (torch.arange(kv_length, device=known.device) < first + q_length)
-    known = known.view_as(known)  # a tensor of its own: what follows is not said of the caller's
+    # A tensor of its own, as what follows is not said of the caller's; contiguous, or `generate` copies it and loses that.
+    known = known.contiguous().view(known.shape)
     known.leafkv_window, known.leafkv_first = window, first
     return known
 
