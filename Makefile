@@ -41,10 +41,10 @@ test-rust:
 test-python: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-## test-torch: the tests that compare with transformers; downloads torch (several GB) into .venv-torch
+## test-torch: the tests of tensors and of Hugging Face models; downloads torch (several GB) into .venv-torch
 test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.torch
-	.venv-torch/bin/python -m pytest tests/models
+	.venv-torch/bin/python -m pytest $(TESTS_OF_TORCH)
 
 ## bench: measure the KV manager and attention, in Rust and through Python, and write records; an hour of quiet is best
 bench: bench-kv-manager bench-attention
@@ -93,6 +93,8 @@ wheels: $(VENV)/.dev
 	@$(IF_FREE_THREADED) || echo "wheels: that for free-threaded Python could not be tried, $(NO_FREE_THREADED)"
 	@ls dist
 
+# Those that are skipped without torch, or in part.
+TESTS_OF_TORCH = tests/torch tests/hf tests/models/test_transformers.py
 # Those of models that need no extra.
 TESTS_OF_OPERATIONS = $(addprefix tests/models/test_, ops.py linear.py threads.py)
 WHEEL = $(BIN)/maturin build --release --locked
@@ -130,7 +132,7 @@ clean:
 # A stamp per set of extras; each is renewed when the extension's sources change.
 $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.dev: EXTRAS = dev
-$(VENV)/.torch: EXTRAS = dev,torch-tests
+$(VENV)/.torch: EXTRAS = dev,torch
 $(VENV)/.bench: EXTRAS = bench
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench: $(RUST_SOURCES) | $(VENV)/bin/python
 	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust, see https://rustup.rs"; exit 1; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from leafkv import _core
-from leafkv.errors import InvalidInputError
+from leafkv.errors import InvalidInputError, MissingExtraError
 from leafkv.kv import KVCache
 from leafkv.kv.storage import DTYPES
 
@@ -156,3 +157,9 @@ def test_the_default_layout_is_tiled_where_it_applies() -> None:
     assert KVCache(1, 1, 1, 7, 16, "float16").layout == "tiled"
     assert KVCache(1, 1, 1, 6, 16, "int8").layout == "rows"
     assert KVCache(1, 1, 1, 8, 16, "int8").layout == "tiled"
+
+
+def test_without_pytorch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r"leafkv\[torch\]"):
+        KVCache(2, 1, 1, 8, backend="torch")
