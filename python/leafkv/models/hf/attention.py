@@ -192,7 +192,7 @@ def mask(
         known = known[:, kv_offset : kv_offset + kv_length]
     if trailing:
         known = known & (torch.arange(kv_length, device=known.device) < first + q_length)
-    # A tensor of its own, as what follows is not said of the caller's; contiguous, or `generate` copies it and loses that.
+    # A tensor of its own: what follows is not said of the caller's. One that is not contiguous `generate` would copy.
     known = known.contiguous().view(known.shape)
     known.leafkv_window, known.leafkv_first = window, first
     return known
