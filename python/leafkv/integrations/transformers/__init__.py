@@ -4,8 +4,9 @@
     with LeafCache(pool, ids) as cache:  # what of the prompt is in the pool is held, and not computed again
         model.generate(ids, cache=cache)  # past_key_values= in transformers before 5.24
 
-To import this package makes ``attn_implementation="leafkv"`` known to transformers: a model that has it reads the blocks
-in place. With any other attention, keys and values are gathered for each layer: right with every model, but a copy.
+To import this package makes ``attn_implementation="leafkv"`` known to transformers: a model that has it reads the
+blocks in place. With any other attention, keys and values are gathered for each layer: right with every model, but a
+copy.
 """
 
 from leafkv.integrations.transformers.cache import LeafCache

@@ -7,7 +7,7 @@ that is under way. No layer ever forgets: a sliding window masks, so that any to
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from leafkv.errors import InvalidInputError
-
 from leafkv.integrations.transformers.forward import as_mask
 from leafkv.integrations.transformers.pool import KVPool
 from leafkv.integrations.transformers.rows import Rows
 
-# Up to some version `crop` takes the length that is to stay, and from it on only how much goes.
-_CROPS_TO_LENGTH = not hasattr(Cache, "activate_past_recording")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ZERO_IS_A_LENGTH = not hasattr(Cache, "activate_past_recording")
+"""Whether this version of transformers crops to a length, or by one: to crop by 0 changes nothing."""
 
 
 class LeafLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -40,12 +42,12 @@ class LeafLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Returns them with a `LayerStep` at them, for the attention "leafkv"; for others those of all columns.
         """
+        self._rows.check_open()
         step = self._rows.step
         if step is None:
-            self._rows.check_open()
             raise InvalidInputError("cache: expected a forward of the model of its pool, got one of another model")
         if step.in_place:
-            key_states.leafkv_step = step  # type: ignore[attr-defined]
+            key_states.leafkv_step = step
             return key_states, value_states
         step.write(self._index, key_states, value_states)
         return step.gather(self._index)
@@ -124,7 +126,7 @@ class LeafCache(Cache):  # type: ignore[misc]
         """Release the blocks. They stay findable, until their memory is needed."""
         self.rows.close()
 
-    def __enter__(self) -> LeafCache:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -150,21 +152,17 @@ class LeafCache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""
-        self.rows.select([row for row in range(self.rows.count) for _ in range(repeats)])
+        self.rows.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows, by their numbers or by a bool each."""
         self.rows.select(self._indices("indices", indices))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``-tokens_to_remove`` columns. A length that is to stay is understood where transformers does so."""
+        """Remove ``-tokens_to_remove`` columns; or, above 0, keep so many, as versions before 5.18 have it."""
         count = int(tokens_to_remove)
-        if count > 0 and not _CROPS_TO_LENGTH:
-            raise InvalidInputError(f"tokens_to_remove: expected 0 or minus the number of tokens to remove, got {count}")
-        if _CROPS_TO_LENGTH and count >= 0:
-            self.rows.crop(count)
-        else:
-            self.rows.crop(self.rows.columns + count)
+        to_length = count > 0 or (count == 0 and _ZERO_IS_A_LENGTH)
+        self.rows.crop(count if to_length else self.rows.columns + count)
 
     def activate_past_recording(self) -> None:
         """Nothing: no layer forgets."""

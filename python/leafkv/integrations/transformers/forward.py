@@ -1,8 +1,8 @@
 """What a forward of the decoder is given: which tokens, and whether their KV is a function of them alone.
 
-Columns are those of transformers: the positions in its tensors, padding included. A column is *real* where the attention
-mask is not 0, and only real columns are stored. The rank of a real column is the number of real ones before it: where
-a token's position is its rank, its KV can be shared with every sequence that begins with the same tokens.
+Columns are those of transformers: the positions in its tensors, padding included. A column is *real* where the
+attention mask is not 0, and only real columns are stored. The rank of a real column is the number of real ones before
+it: where a token's position is its rank, its KV can be shared with every sequence that begins with the same tokens.
 """
 
 from __future__ import annotations

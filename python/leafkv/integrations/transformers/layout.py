@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from leafkv.errors import InvalidInputError
+from leafkv.models.hf.attention import NAME
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Of a configuration's ``layer_types``: those that see tokens up to their own, all or the last ones."""
@@ -87,21 +88,24 @@ def read_layout(decoder: Any) -> ModelLayout:
     return ModelLayout(len(seen), key.shape[1], key.shape[3], key.dtype, key.device, _length_limit(config))
 
 
-class _Probe(Cache):
-    """A cache that keeps what each layer gives it."""
+class _Probe(Cache):  # type: ignore[misc]
+    """A cache that keeps what each layer gives it, and the `LayerStep` of all layers."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.attended: set[int] = set()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         self.seen[layer_idx] = key_states, value_states
+        key_states.leafkv_step = self
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def attend(self, layer: int, query: Tensor, *_: Any) -> Tensor:
+        self.attended.add(layer)
+        return query.transpose(1, 2)
 
 
 def _probe(decoder: Any, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
@@ -110,11 +114,18 @@ def _probe(decoder: Any, device: torch.device) -> dict[int, tuple[Tensor, Tensor
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
     try:
         with torch.no_grad():
-            decoder(input_ids=token, use_cache=True, **{cache_keyword(decoder): probe})
+            decoder(
+                input_ids=token,
+                attention_mask=torch.ones_like(token),
+                use_cache=True,
+                **{cache_keyword(decoder): probe},
+            )
     except InvalidInputError:
         raise
     except Exception as error:
         raise _refused(decoder, f"its layers keep more than keys and values ({error})") from error
+    if decoder.config._attn_implementation == NAME and probe.attended != set(probe.seen):
+        raise _refused(decoder, f"its attention does not go by attn_implementation={NAME!r}, expected another one")
     return probe.seen
 
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from leafkv._checks import MAX_TOKEN_ID
 from leafkv._core import Ready
 from leafkv.errors import InvalidInputError
-from leafkv.kv import KVCache, KVManager, namespace
-from leafkv.models.hf.attention import NAME
-
 from leafkv.integrations.transformers.layout import find_decoder, read_layout
 from leafkv.integrations.transformers.rows import Rows
 from leafkv.integrations.transformers.weights import WeightsWatch
+from leafkv.kv import KVCache, KVManager, namespace
+from leafkv.models.hf.attention import NAME
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class KVPool:
@@ -94,7 +96,7 @@ class KVPool:
         """Take the hooks off the model, which is then as before. Caches of this pool cannot be used any more."""
         self._finalizer()
 
-    def __enter__(self) -> KVPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -107,7 +109,8 @@ class KVPool:
 
     def namespace(self) -> bytes:
         """What KV depends on besides the tokens, as of now."""
-        return namespace("pool", adapter=self._weights.adapters(), weights_version=self._weights.version())
+        version, adapters = self._weights.look()
+        return namespace("pool", adapter=adapters, weights_version=version)
 
     def new_id(self) -> int:
         """An id for a sequence."""
@@ -147,10 +150,10 @@ class _Hooks:
             return
         if rows.pool.decoder is not module:
             raise InvalidInputError(f"cache: expected one of this {type(module).__name__}, got one of another model")
-        if rows.pool is pool or rows.pool.closed:
+        if rows.pool is pool:
             rows.begin_forward(arguments, pool.attends_in_place)
 
-    def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         rows = _rows_of(dict(zip(self._names, args, strict=False)) | kwargs)
         if rows is not None and rows.pool is self._pool():
             rows.end_forward()

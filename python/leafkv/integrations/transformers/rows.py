@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leafkv.errors import InvalidInputError, OutOfBlocksError
-from leafkv.kv import KVManager
-
 from leafkv.integrations.transformers import forward
 from leafkv.integrations.transformers.step import ForwardStep
+from leafkv.kv import KVManager
 
 if TYPE_CHECKING:
     from leafkv.integrations.transformers.pool import KVPool
@@ -91,9 +90,10 @@ class Rows:
         """
         self.check_open()
         self.roll_back()
-        self._match_batch(forward.batch_of(arguments))
-        new = forward.read(arguments, self._real, self.pool.layout.length_limit)
-        if self.pool.namespace() != self._namespace:
+        repeats = self._repeats(forward.batch_of(arguments))
+        new = forward.read(arguments, self._real.repeat(repeats, axis=0), self.pool.layout.length_limit)
+        self.repeat(repeats)
+        if self.pool.namespace() != self._namespace or self.pool.decoder.training:
             new.shareable[:] = False
         self._private |= ~new.shareable
         ids, counts = np.array(self._ids, np.uint64), new.real.sum(1)
@@ -130,10 +130,11 @@ class Rows:
                 f"cache: expected keys and values of {self.pool.kv.num_layers} layers in a forward, got those of "
                 f"{len(step.written)}: does the model's attention go by its attn_implementation?"
             )
-        tokens = np.zeros(step.new.real.shape, np.int64) if step.new.tokens is None else step.new.tokens.copy()
-        tokens[self._private] = self.pool.nameless(tokens[self._private].size).reshape(-1, tokens.shape[1])
-        counts = step.counts
-        self.pool.manager.commit_many(np.array(self._ids, np.uint64), counts, tokens[step.new.real], counts)
+        real, counts = step.new.real, step.counts
+        tokens = np.zeros(real.shape, np.int64) if step.new.tokens is None else step.new.tokens.copy()
+        unknown = real & self._private[:, None]
+        tokens[unknown] = self.pool.nameless(int(unknown.sum()))
+        self.pool.manager.commit_many(np.array(self._ids, np.uint64), counts, tokens[real], counts)
         self._real, self.step = step.real, None
 
     def roll_back(self) -> None:
@@ -166,6 +167,11 @@ class Rows:
         _release(self.pool.manager, gone)
         self._real, self._private = self._real[list(rows)], self._private[list(rows)]
 
+    def repeat(self, repeats: int) -> None:
+        """Each row so many times, side by side."""
+        if repeats != 1:
+            self.select([row for row in range(self.count) for _ in range(repeats)])
+
     def fork(self) -> Rows:
         """Rows that go on apart, from the same blocks."""
         self.check_open()
@@ -195,14 +201,14 @@ class Rows:
         self._ids[:] = [self.pool.start(None, self._namespace)[0] for _ in range(batch)]
         self._real, self._private = np.zeros((batch, 0), np.bool_), np.zeros(batch, np.bool_)
 
-    def _match_batch(self, batch: int) -> None:
+    def _repeats(self, batch: int) -> int:
         """Of a prompt, a forward may have several rows side by side: beams, or answers."""
-        if not self.count:
+        if not self.columns:
+            self.reset()
             self._start(batch)
-        elif batch % self.count or not batch:
+        if not batch or batch % self.count:
             raise InvalidInputError(f"cache: expected {self.count} rows, or a multiple of it, got a forward of {batch}")
-        elif batch != self.count:
-            self.select([row for row in range(self.count) for _ in range(batch // self.count)])
+        return batch // self.count
 
     def _fork(self, row: int) -> int:
         child = self.pool.new_id()

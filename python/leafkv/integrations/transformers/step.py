@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leafkv.errors import InvalidInputError
+from leafkv.integrations.transformers.forward import NewTokens
 from leafkv.kv import KVCache
 from leafkv.torch import AttentionPlan, to_device
-
-from leafkv.integrations.transformers.forward import NewTokens
 
 
 class ForwardStep:
@@ -68,11 +67,11 @@ class ForwardStep:
         key: Tensor,
         value: Tensor,
         options: dict[str, Any],
-        padding: Tensor | None = None,
+        _padding: Tensor | None = None,
     ) -> Tensor:
         """Store the new keys and values, and attend from [B, num_heads, q, head_dim] to all that the rows have.
 
-        ``padding`` is known already: it was read when the forward began.
+        Where there is padding is known already: it was read when the forward began.
         """
         if options.get("sliding_window") is not None and _has_holes(self.real):
             raise InvalidInputError(
@@ -83,8 +82,8 @@ class ForwardStep:
         batch, heads, count, dim = query.shape
         if self._plan is None:
             self._plan = self._make_plan(heads)
-        rows = self._rows(query)
-        seen = self._plan.attend(rows, *self._kv.layer(layer), **self._kv.scales(layer), **options)
+        keys, values = self._kv.layer(layer)
+        seen = self._plan.attend(self._rows(query), keys, values, **self._kv.scales(layer), **options)
         if self._all_real:
             return seen.view(batch, count, heads, dim)
         out = query.new_zeros((batch * count, heads, dim))
@@ -141,7 +140,9 @@ class ForwardStep:
         for name, tensor in (("key_states", key), ("value_states", value)):
             got = tuple(tensor.shape), tensor.dtype, tensor.device
             if got != expected:
-                raise InvalidInputError(f"{name}: expected {_words(expected)}, as of the pool's model, got {_words(got)}")
+                raise InvalidInputError(
+                    f"{name}: expected {_words(expected)}, as of the pool's model, got {_words(got)}"
+                )
         if not 0 <= layer < self._kv.num_layers:
             raise InvalidInputError(f"layer_idx: expected one of {self._kv.num_layers} layers, got {layer}")
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):

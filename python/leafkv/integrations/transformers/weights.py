@@ -1,11 +1,13 @@
 """Which weights a model has now: KV that was computed with others is never found.
 
-A change is seen, not looked for in the numbers: parameters that are others, lie elsewhere, or were written to in place
-(PyTorch counts that), and adapters that are switched, merged or taken away. Cost: some microseconds a parameter.
+A change is seen, not looked for in the numbers: tensors that are others, lie elsewhere, or were written to in place
+(PyTorch counts that), and adapters that are switched, merged or taken away. That is one walk over the modules a
+forward: half a millisecond for 32 layers, which take tens of them.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 ADAPTER_STATE = ("active_adapters", "active_adapter", "merged_adapters", "disable_adapters")
@@ -17,28 +19,34 @@ class WeightsWatch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._parameters: list[Any] = []  # kept, so that no other one gets the identity of one that is gone
-        self._state: tuple[Any, ...] = ()
+        self._tensors: list[Any] = []  # kept, so that no other one gets the identity of one that is gone
+        self._state: list[tuple[int, int, int]] = []
         self._version = 0
+        self._has_adapters: dict[type, bool] = {}
+        self._lock = threading.Lock()
 
-    def version(self) -> int:
-        """A number that no other state of the weights has had."""
-        parameters = list(self._model.parameters())
-        state = tuple((id(parameter), parameter.data_ptr(), _writes(parameter)) for parameter in parameters)
-        if state != self._state:
-            self._parameters, self._state = parameters, state
-            self._version += 1
-        return self._version
+    def look(self) -> tuple[int, str]:
+        """A number that no other state of the weights has had, and what is applied to them: "" for nothing."""
+        tensors: list[Any] = []
+        adapters: list[list[str]] = []
+        with self._lock:
+            modules = [self._model]
+            while modules:
+                module = modules.pop()
+                modules.extend(child for child in module._modules.values() if child is not None)
+                for group in (module._parameters, module._buffers):
+                    tensors.extend(tensor for tensor in group.values() if tensor is not None)
+                kind = type(module)
+                if kind not in self._has_adapters:
+                    self._has_adapters[kind] = any(hasattr(kind, name) for name in ADAPTER_STATE)
+                if self._has_adapters[kind]:
+                    adapters.append([repr(getattr(module, name, None)) for name in ADAPTER_STATE])
+            state = [(id(tensor), tensor.data_ptr(), _writes(tensor)) for tensor in tensors]
+            if state != self._state:
+                self._tensors, self._state = tensors, state
+                self._version += 1
+            return self._version, repr(adapters) if adapters else ""
 
-    def adapters(self) -> str:
-        """What is applied to the weights: equal for equal states of all layers that have adapters."""
-        states = [
-            (name, *(str(getattr(module, attribute, None)) for attribute in ADAPTER_STATE))
-            for name, module in self._model.named_modules()
-            if hasattr(module, "active_adapters") or hasattr(module, "active_adapter")
-        ]
-        return repr(states) if states else ""
 
-
-def _writes(parameter: Any) -> int:
-    return 0 if parameter.is_inference() else int(parameter._version)
+def _writes(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)
