@@ -33,12 +33,16 @@ class WeightsWatch:
             modules = [self._model]
             while modules:
                 module = modules.pop()
-                modules.extend(child for child in module._modules.values() if child is not None)
+                modules += [child for child in module._modules.values() if child is not None]
                 for group in (module._parameters, module._buffers):
-                    tensors.extend(tensor for tensor in group.values() if tensor is not None)
+                    if group:
+                        tensors += [tensor for tensor in group.values() if tensor is not None]
                 kind = type(module)
                 if kind not in self._has_adapters:
-                    self._has_adapters[kind] = any(hasattr(kind, name) for name in ADAPTER_STATE)
+                    # Models of transformers have methods by these names, layers with adapters have properties.
+                    self._has_adapters[kind] = any(
+                        isinstance(getattr(kind, name, None), property) for name in ADAPTER_STATE
+                    )
                 if self._has_adapters[kind]:
                     adapters.append([repr(getattr(module, name, None)) for name in ADAPTER_STATE])
             state = [(id(tensor), tensor.data_ptr(), _writes(tensor)) for tensor in tensors]
