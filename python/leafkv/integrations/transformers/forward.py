@@ -30,11 +30,14 @@ class NewTokens:
         real: bool [B, q].
         tokens: int64 [B, q], or None where only embeddings are given.
         shareable: bool [B], whether a row's new KV is a function of its real tokens, in order.
+        begins_again: the tokens are at positions from 0 on, where the cache has tokens: the text begins anew. So do
+            transformers' assisted decoding, and chunked prefill before 5.24, over a cache that has a part of the prompt.
     """
 
     real: NDArray[np.bool_]
     tokens: NDArray[np.int64] | None
     shareable: NDArray[np.bool_]
+    begins_again: bool
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
@@ -49,13 +52,18 @@ def read(arguments: Mapping[str, Any], past: NDArray[np.bool_], length_limit: in
         InvalidInputError: the attention mask does not go with the columns of the cache.
     """
     batch, count = _inputs(arguments).shape[:2]
-    columns = past.shape[1]
     mask = arguments.get("attention_mask")
     padding_only = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-    real = _read_mask(mask if padding_only else None, past, int(count))
-    ranks = past.sum(1)[:, None] + real.cumsum(1) - 1
+    mask = mask if padding_only else None
     positions = arguments.get("position_ids")
-    given = np.arange(columns, columns + count) if positions is None else positions.detach().cpu().numpy()
+    given = None if positions is None else positions.detach().cpu().numpy()
+    begins_again = given is not None and _begins_again(mask, given, past)
+    if begins_again:
+        past = past[:, :0]
+    columns = past.shape[1]
+    real = _read_mask(mask, past, int(count))
+    ranks = past.sum(1)[:, None] + real.cumsum(1) - 1
+    given = np.arange(columns, columns + count) if given is None else given
     shareable = ((given == ranks) | ~real).reshape(-1, batch, count).all((0, 2))
     if length_limit is not None and given.max(initial=-1) + 1 >= length_limit:
         shareable[:] = False
@@ -68,7 +76,7 @@ def read(arguments: Mapping[str, Any], past: NDArray[np.bool_], length_limit: in
     if ids is None or others or not padding_only:
         shareable[:] = False
     tokens = None if ids is None else ids.detach().cpu().numpy().astype(np.int64)
-    return NewTokens(real, tokens, shareable)
+    return NewTokens(real, tokens, shareable, begins_again)
 
 
 def as_mask(name: str, mask: Any, shape: tuple[int, int]) -> NDArray[np.bool_]:
@@ -88,6 +96,17 @@ def _inputs(arguments: Mapping[str, Any]) -> Any:
     if found is None:
         raise InvalidInputError("input_ids: expected a forward of token ids or of inputs_embeds, got neither")
     return found
+
+
+def _begins_again(mask: Any, given: NDArray[np.int64], past: NDArray[np.bool_]) -> bool:
+    """Whether the rows that have tokens get new ones from position 0 on."""
+    count = given.shape[-1]
+    real = np.ones((len(past), count), np.bool_) if mask is None else mask[:, -count:].detach().bool().cpu().numpy()
+    if real.shape != (len(past), count):
+        return False
+    going_on = past.any(1) & real.any(1)
+    firsts = np.broadcast_to(given, (*given.shape[:-2], *real.shape))[..., np.arange(len(past)), real.argmax(1)]
+    return bool(going_on.any() and not firsts[..., going_on].any())
 
 
 def _read_mask(mask: Any, past: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:

@@ -92,7 +92,12 @@ class Rows:
         self.roll_back()
         repeats = self._repeats(forward.batch_of(arguments))
         new = forward.read(arguments, self._real.repeat(repeats, axis=0), self.pool.layout.length_limit)
-        self.repeat(repeats)
+        if new.begins_again:
+            self.reset()
+            self._start(len(new.real))
+            self.cached_tokens = 0
+        else:
+            self.repeat(repeats)
         if self.pool.namespace() != self._namespace or self.pool.decoder.training:
             new.shareable[:] = False
         self._private |= ~new.shareable
