@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ import torch
 from leafkv.integrations.transformers import KVPool
 from tests.hf.models import OWN_ATTENTION, VOCAB, tiny
 
-KEYWORD = "cache"
-"""The keyword of a cache in `generate` and in forwards, set below."""
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @cache
@@ -25,6 +25,7 @@ def model_of(family: str, attention: str = "leafkv", **changes: Any) -> Any:
 
 
 KEYWORD = "cache" if "cache" in inspect.signature(model_of("llama").forward).parameters else "past_key_values"
+"""The keyword of a cache, in `generate` and in forwards."""
 
 
 def prompts(batch: int, length: int, seed: int = 0, pads: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +58,7 @@ class Columns:
         self.seen: list[int] = []
         self._model = model
 
-    def __enter__(self) -> Columns:
+    def __enter__(self) -> Self:
         self._handle = self._model.get_decoder().register_forward_pre_hook(self._note, with_kwargs=True)
         return self
 

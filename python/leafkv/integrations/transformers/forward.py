@@ -31,7 +31,7 @@ class NewTokens:
         tokens: int64 [B, q], or None where only embeddings are given.
         shareable: bool [B], whether a row's new KV is a function of its real tokens, in order.
         begins_again: the tokens are at positions from 0 on, where the cache has tokens: the text begins anew. So do
-            transformers' assisted decoding, and chunked prefill before 5.24, over a cache that has a part of the prompt.
+            transformers' assisted decoding, and chunked prefill before 5.24, over a cache with a part of the prompt.
     """
 
     real: NDArray[np.bool_]

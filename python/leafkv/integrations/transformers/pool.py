@@ -73,7 +73,7 @@ class KVPool:
         hooks = _Hooks(self)
         handles = (
             self.decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
-            self.decoder.register_forward_hook(hooks.after, with_kwargs=True),
+            self.decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True),
         )
         self._finalizer = weakref.finalize(self, _remove, handles)
         self._finalizer.atexit = False
@@ -153,9 +153,13 @@ class _Hooks:
         if rows.pool is pool:
             rows.begin_forward(arguments, pool.attends_in_place)
 
-    def after(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+    def after(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         rows = _rows_of(dict(zip(self._names, args, strict=False)) | kwargs)
-        if rows is not None and rows.pool is self._pool():
+        if rows is None or rows.pool is not self._pool():
+            return
+        if output is None:  # the forward has failed
+            rows.roll_back()
+        else:
             rows.end_forward()
 
 
