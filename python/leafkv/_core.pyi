@@ -47,6 +47,9 @@ _Integers: TypeAlias = NDArray[np.integer[Any]] | array[int] | Sequence[int]
 _Media: TypeAlias = tuple[int, int, bytes]
 """A span of placeholder tokens for one image, sound …: its start and length in tokens, and a digest of 32 bytes."""
 
+_Floats: TypeAlias = NDArray[Any]
+"""float32, float16, or bfloat16: that of ml_dtypes, which numpy's types cannot name, or its bits as uint16."""
+
 _WeightKind: TypeAlias = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1"]
 """How weights are stored, see `Weight`."""
 
@@ -452,7 +455,7 @@ class AttentionPlan:
     @overload
     def attend(
         self,
-        query: NDArray[np.float32],
+        query: _Floats,
         key_cache: NDArray[Any],
         value_cache: NDArray[Any],
         *,
@@ -464,13 +467,13 @@ class AttentionPlan:
         sinks: NDArray[np.float32] | None = None,
         k_scale: NDArray[np.float32] | None = None,
         v_scale: NDArray[np.float32] | None = None,
-        out: NDArray[np.float32] | None = None,
+        out: _Floats | None = None,
         return_lse: Literal[False] = False,
-    ) -> NDArray[np.float32]: ...
+    ) -> _Floats: ...
     @overload
     def attend(
         self,
-        query: NDArray[np.float32],
+        query: _Floats,
         key_cache: NDArray[Any],
         value_cache: NDArray[Any],
         *,
@@ -482,14 +485,14 @@ class AttentionPlan:
         sinks: NDArray[np.float32] | None = None,
         k_scale: NDArray[np.float32] | None = None,
         v_scale: NDArray[np.float32] | None = None,
-        out: NDArray[np.float32] | None = None,
+        out: _Floats | None = None,
         return_lse: Literal[True],
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    ) -> tuple[_Floats, NDArray[np.float32]]:
         """Attention of every query row over its sequence's KV: options and results are those of `paged_attention`."""
 
 @overload
 def paged_attention(
-    query: NDArray[np.float32],
+    query: _Floats,
     key_cache: NDArray[Any],
     value_cache: NDArray[Any],
     block_tables: NDArray[np.int32],
@@ -504,13 +507,13 @@ def paged_attention(
     sinks: NDArray[np.float32] | None = None,
     k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None,
-    out: NDArray[np.float32] | None = None,
+    out: _Floats | None = None,
     return_lse: Literal[False] = False,
     num_threads: int | None = None,
-) -> NDArray[np.float32]: ...
+) -> _Floats: ...
 @overload
 def paged_attention(
-    query: NDArray[np.float32],
+    query: _Floats,
     key_cache: NDArray[Any],
     value_cache: NDArray[Any],
     block_tables: NDArray[np.int32],
@@ -525,22 +528,24 @@ def paged_attention(
     sinks: NDArray[np.float32] | None = None,
     k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None,
-    out: NDArray[np.float32] | None = None,
+    out: _Floats | None = None,
     return_lse: Literal[True],
     num_threads: int | None = None,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+) -> tuple[_Floats, NDArray[np.float32]]:
     """Attention over a paged KV cache (PagedAttention, Kwon et al. 2023). Bit-equal in any batch.
 
     A row of query head h is ``softmax(x) @ values`` over the keys that it sees, where a key's
     ``x = softcap * tanh(scale * (query @ key) / softcap) - alibi_slopes[h] * distance``; without these two options,
     ``x = scale * (query @ key)``. A sink is one more key: its x is ``sinks[h]``, its value is zero.
 
-    Arithmetic is in float32, on AVX-512 with BF16 in the products of bfloat16 that this instruction set has. Over an
-    int8 cache, an element is its integer times its token's scale; a query row and its weights are rounded to 16 bits,
-    1.5e-5 of the row's largest (queries beyond 516 dimensions a little coarser), and their sums are exact integers.
+    Arithmetic is in float32, on AVX-512 with BF16 in the products of bfloat16 that this instruction set has; halves
+    of a query are widened before, a result in halves is rounded last, once. Over an int8 cache, an element is its
+    integer times its token's scale; a query row and its weights are rounded to 16 bits, 1.5e-5 of the row's largest
+    (queries beyond 516 dimensions a little coarser), and their sums are exact integers.
 
     Args:
-        query: float32 [T, num_heads, head_dim], the new tokens of all sequences, one after another.
+        query: float32, float16 or bfloat16 (or its bits as uint16) [T, num_heads, head_dim], the new tokens of all
+            sequences, one after another; innermost dimension contiguous, any other strides, any alignment.
         key_cache: one layer's keys, in one of two layouts told apart by their rank:
             *rows* [num_blocks, num_kv_heads, block_size, head_dim], innermost dimension contiguous, any other
             strides; *tiled* [num_blocks, num_kv_heads, block_size * head_dim], see `KVCache`.
@@ -559,23 +564,24 @@ def paged_attention(
         k_scale: of an int8 ``key_cache``, and of no other: float32 [num_blocks, num_kv_heads, block_size], innermost
             dimension contiguous, any other strides, any alignment.
         v_scale: likewise, of ``value_cache``.
-        out: float32 [T, num_heads, head_dim] to write to; a new array by default. Apart from all that is read.
+        out: [T, num_heads, head_dim] to write to, in any of the query's dtypes, whichever the query has: rounded to
+            nearest even. A new float32 array by default. Apart from all that is read.
         return_lse: also return, float32 [T, num_heads], the logarithm of the sum that each row was divided by, sinks
             included: ``log(sum(exp(x)))``, minus infinity where there was none. Results over the parts of a context,
             each times ``exp(lse - total)``, where ``total`` is the logaddexp of all lse, add up to that over the whole.
         num_threads: threads to use, or None for all available.
 
     Returns:
-        float32 [T, num_heads, head_dim], or a pair of it and the logarithms. A row that sees no key is zero; one whose
-        scores are all minus infinity (infinite keys), without a sink, is NaN.
+        ``out``, or a pair of it and the logarithms. A row that sees no key is zero; one whose scores are all minus
+        infinity (infinite keys), without a sink, is NaN.
 
     Raises:
         InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.
     """
 
 def write_kv(
-    key: NDArray[np.float32],
-    value: NDArray[np.float32],
+    key: _Floats,
+    value: _Floats,
     key_cache: NDArray[Any],
     value_cache: NDArray[Any],
     slots: NDArray[np.int64],
@@ -583,11 +589,13 @@ def write_kv(
     k_scale: NDArray[np.float32] | None = None,
     v_scale: NDArray[np.float32] | None = None,
 ) -> None:
-    """Store new keys and values, float32 [T, num_kv_heads, head_dim], at ``slots`` [T]; slot -1 is skipped.
+    """Store new keys and values, [T, num_kv_heads, head_dim], at ``slots`` [T]; slot -1 is skipped.
 
-    Elements are rounded to the caches' dtype, to nearest even. int8 is quantized for each token and head by itself:
-    the scale, ``max(abs(x)) / 127``, goes to ``k_scale`` and ``v_scale``, see `paged_attention`; an element is the
-    nearest integer to x / scale. A row with NaN or infinity gets the scale NaN.
+    Both are float32, both float16 or both bfloat16 (or its bits as uint16); innermost dimension contiguous, any other
+    strides, any alignment. Elements are rounded to the caches' dtype, to nearest even; those of that dtype are
+    copied, NaN bit by bit. int8 is quantized for each token and head by itself: the scale, ``max(abs(x)) / 127``,
+    goes to ``k_scale`` and ``v_scale``, see `paged_attention`; an element is the nearest integer to x / scale. A row
+    with NaN or infinity gets the scale NaN.
 
     Raises:
         InvalidInputError: an argument is malformed, or does not fit another one. Nothing is then written.

@@ -241,6 +241,81 @@ def test_a_row_is_bit_equal_alone_in_a_batch_and_with_any_threads(dtype: str, op
             np.testing.assert_array_equal(sums[0], lse[row])
 
 
+HALVES = ["f16", "bf16"]
+
+
+def fused(data: NDArray[Any]) -> NDArray[Any]:
+    """The same heads as a misaligned part of an array that has others around them, as a projection has."""
+    tokens, heads, dim = data.shape
+    raw = np.empty(tokens * 3 * heads * dim * data.itemsize + 1, np.uint8)[1:]
+    part = raw.view(data.dtype).reshape(tokens, 3 * heads, dim)[:, heads : 2 * heads]
+    part[...] = data
+    return part
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", HALVES)
+def test_queries_and_outputs_in_halves_are_widened_first_and_rounded_last(half: str, dtype: str) -> None:
+    batch = make(SEQUENCES, dtype, head_dim=20)
+    halves = reference.store(batch.query, half)
+    assert (reference.load(halves) != batch.query).any()
+    batch = batch._replace(query=reference.load(halves).astype(np.float32))
+    wide, lse = batch.attend(return_lse=True, **CAP)
+    rounded = reference.store(wide, half)
+    for view in (batch, batch._replace(query=halves), batch._replace(query=fused(halves))):
+        for attend in (view.attend, view.tiled):
+            for want in (wide, rounded):
+                out = fused(np.zeros_like(want))
+                got, sums = attend(return_lse=True, out=out, **CAP)
+                assert got is out
+                np.testing.assert_array_equal(out, want)
+                np.testing.assert_array_equal(sums, lse)
+        options: dict[str, Any] = {**CAP, **view.scales}
+        got = plan_of(view).attend(view.query, view.keys, view.values, **options)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", HALVES)
+def test_halves_are_stored_as_they_would_be_in_float32(half: str, dtype: str) -> None:
+    data = np.random.default_rng(0).standard_normal((2, 7, 2, 20), np.float32)
+    halves = [reference.store(side, half) for side in data]
+    assert (reference.load(halves[0]) != data[0]).any()
+    slots = np.array([33, -1, 0, 47, 16, 15, 2], np.int64)
+    cache = np.int8 if dtype == "int8" else reference.store(data[0], dtype).dtype
+    for shape in ((3, 2, 16, 20), (3, 2, 320)):
+        filled = []
+        for key, value in (
+            [reference.load(side).astype(np.float32) for side in halves],
+            halves,
+            [fused(side) for side in halves],
+        ):
+            keys, values = np.zeros(shape, cache), np.zeros(shape, cache)
+            scales = {name: np.zeros((*shape[:2], 16), np.float32) for name in ("k_scale", "v_scale")}
+            write_kv(key, value, keys, values, slots, **(scales if dtype == "int8" else {}))
+            filled.append([keys, values, *scales.values()])
+        assert all(array.any() for array in filled[0][:2])
+        for want, *others in zip(*filled, strict=True):
+            for got in others:
+                np.testing.assert_array_equal(got, want)
+
+
+def test_bfloat16_is_that_of_ml_dtypes_or_its_bits() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    batch = make(SEQUENCES)
+    bits = reference.store(batch.query, "bf16")
+    want = batch._replace(query=bits).attend()
+    out = np.zeros(bits.shape, bfloat16)
+    batch._replace(query=bits.view(bfloat16)).attend(out=out)
+    np.testing.assert_array_equal(out, want.astype(bfloat16))
+    caches = [np.zeros((2, 2, 16, 16), np.float32) for _ in "kvkv"]
+    new = bits[:3, :2]
+    write_kv(new, new.view(bfloat16), caches[0], caches[1], np.arange(3))
+    np.testing.assert_array_equal(caches[0], caches[1])
+    np.testing.assert_array_equal(caches[0][0, :, :3], new.view(bfloat16).astype(np.float32).swapaxes(0, 1))
+
+
 def plan_of(batch: Batch, **kwargs: Any) -> AttentionPlan:
     sizes: dict[str, Any] = {
         "num_heads": batch.query.shape[1],
@@ -386,6 +461,7 @@ def with_scale(name: str, scale: Any) -> dict[str, Any]:
 
 BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("query", {"query": BATCH.query.astype(np.float64)}, {}),
+    *[("query", {"query": np.zeros_like(BATCH.query, dtype)}, {}) for dtype in (">f4", ">f2", "i2", "u1", "c8")],
     ("query", {"query": BATCH.query[0]}, {}),
     ("query", {"query": BATCH.query[..., ::2]}, {}),
     ("query", {"query": BATCH.query[:3]}, {}),
@@ -447,12 +523,14 @@ BAD_CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("num_threads", {}, {"num_threads": 0}),
     ("num_threads", {}, {"num_threads": 10**6}),
     ("out", {}, {"out": np.empty((4, 4, 15), np.float32)}),
-    ("out", {}, {"out": np.empty((4, 4, 16), np.float64)}),
+    *[("out", {}, {"out": np.empty((4, 4, 16), dtype)}) for dtype in (np.float64, ">f2", np.int16, np.uint8)],
     ("out", {}, {"out": read_only(np.empty((4, 4, 16), np.float32))}),
     ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (0, 64, 4))}),
     ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (64, 64, 4))}),
     ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(64, np.float32), (4, 4, 16), (4, 16, 4))}),
+    ("out", {}, {"out": np.lib.stride_tricks.as_strided(np.empty(256, np.float16), (4, 4, 16), (64, 32, 2))}),
     ("out", {}, {"out": BATCH.query}),
+    ("out", {}, {"out": BATCH.query.view(np.float16)[..., :16]}),
     ("out", {}, {"out": BATCH.keys[0].reshape(-1)[16:272].reshape(4, 4, 16)}),
 ]
 
@@ -486,6 +564,13 @@ def test_eight_bit_floats_are_refused() -> None:
     float8 = pytest.importorskip("ml_dtypes").float8_e4m3fn
     with pytest.raises(InvalidInputError, match=r"^key_cache: got float8_e4m3fn"):
         INT8._replace(keys=INT8.keys.view(float8), values=INT8.values.view(float8)).attend()
+    eight = np.zeros_like(BATCH.query, float8)
+    with pytest.raises(InvalidInputError, match=r"^query: got float8_e4m3fn"):
+        BATCH._replace(query=eight).attend()
+    with pytest.raises(InvalidInputError, match=r"^out: got float8_e4m3fn"):
+        BATCH.attend(out=eight)
+    with pytest.raises(InvalidInputError, match=r"^key: got float8_e4m3fn"):
+        write_kv(eight[:, :2], eight[:, :2], BATCH.keys, BATCH.values, np.arange(4))
 
 
 @pytest.mark.parametrize("option", ["window", "mask", "logits_soft_cap", "kv_scale"])
@@ -542,6 +627,11 @@ def test_write_kv_refuses_malformed_arrays() -> None:
     bad: list[tuple[str, tuple[Any, ...]]] = [
         ("key", (data[0], data, keys, values, slots)),
         ("value", (data, data[:1], keys, values, slots)),
+        ("value", (data, data.astype(np.float16), keys, values, slots)),
+        ("value", (data.astype(np.float16), data, keys, values, slots)),
+        ("value", (data.astype(np.float16), data.astype(np.uint16), keys, values, slots)),
+        ("key", (data.astype(np.float64), data, keys, values, slots)),
+        ("key", (data.astype(np.int16), data, keys, values, slots)),
         ("key", (data[:, :1], data[:, :1], keys, values, slots)),
         ("key", (data, data, keys, values, slots[:1])),
         ("key_cache", (data[..., :15].copy(), data[..., :15].copy(), keys, values, slots)),

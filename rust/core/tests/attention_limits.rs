@@ -6,7 +6,7 @@ mod attention_support;
 use attention_support::*;
 use leafkv_core::attention::{
     KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Options, Plan, PlanShape, Scales, Side, Vectors,
-    VectorsMut, attend, write_kv,
+    VectorsMut, attend,
 };
 use leafkv_core::{Error, Isa};
 
@@ -90,7 +90,7 @@ fn offsets_above_32_bits() {
             };
             let (k, v) = (row(Side::Key), row(Side::Value));
             let slot = i64::from(block) * 16 + token as i64;
-            write_kv(
+            store(
                 &layer,
                 &Vectors::from_slice(&k, 1, 16),
                 &Vectors::from_slice(&v, 1, 16),

@@ -145,14 +145,17 @@ fn modes_do_not_change_what_is_written() {
         dim,
     };
     for dtype in DTYPES {
-        let written = |mode| -> Vec<u32> {
+        let written = |isa, mode| -> Vec<u32> {
             let cache = Cache::new(dtype, Order::Tiled, 1, 16, shape);
             let layer = cache.layer();
             let (keys, values) = (
                 Vectors::from_slice(&keys, heads, dim),
                 Vectors::from_slice(&values, heads, dim),
             );
-            under(mode, || write_kv(&layer, &keys, &values, &[0, 1, 2, 3, 4])).unwrap();
+            under(mode, || {
+                write_kv(isa, &layer, &keys, &values, &[0, 1, 2, 3, 4])
+            })
+            .unwrap();
             let mut bits = vec![];
             for (token, head) in (0..factors.len()).flat_map(|t| (0..heads).map(move |h| (t, h))) {
                 for (side, d) in (0..2 * dim).map(|i| ([Side::Key, Side::Value][i / dim], i % dim))
@@ -162,9 +165,11 @@ fn modes_do_not_change_what_is_written() {
             }
             bits
         };
-        let want = written(mode());
-        for mode in MODES {
-            assert!(written(mode) == want, "{dtype:?}, mode {mode:x}");
+        let want = written(Isa::Scalar, mode());
+        for isa in Isa::available() {
+            for mode in MODES {
+                assert!(written(isa, mode) == want, "{isa} {dtype:?}, mode {mode:x}");
+            }
         }
     }
 }

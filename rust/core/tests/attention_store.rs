@@ -7,7 +7,7 @@ use attention_support::*;
 use half::{bf16, f16};
 use leafkv_core::attention::{
     Blocks as RawBlocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, Vectors,
-    copy_blocks, write_kv,
+    copy_blocks,
 };
 use proptest::prelude::*;
 
@@ -32,7 +32,7 @@ fn tokens_come_back_rounded_to_nearest_even_and_nothing_else_changes() {
             let slots = [70, -1, 3, 95, 33, 3, 34];
             let (k, v) = (vectors(1, 7), vectors(2, 7));
             let (keys, values) = (Vectors::from_slice(&k, 2, 6), Vectors::from_slice(&v, 2, 6));
-            write_kv(&cache.layer(), &keys, &values, &slots).unwrap();
+            store(&cache.layer(), &keys, &values, &slots).unwrap();
             let round = |x: f32| match dtype {
                 KvDtype::F32 => x,
                 KvDtype::F16 => f16::from_f32(x).to_f32(),
@@ -139,7 +139,7 @@ fn elements_lie_where_the_layout_says() {
         };
         let (k, v) = (rows(0), rows(1));
         let [keys, values] = [&k, &v].map(|x| Vectors::from_slice(x, heads, dim));
-        write_kv(&layer, &keys, &values, &slots).unwrap();
+        store(&layer, &keys, &values, &slots).unwrap();
         for (i, side) in [Side::Key, Side::Value].into_iter().enumerate() {
             for slot in 0..blocks * block_size {
                 for (h, d) in (0..heads * dim).map(|x| (x / dim, x % dim)) {
@@ -191,7 +191,7 @@ fn int8_rows_are_rounded_to_nearest_even_by_their_largest_element() {
         let slots: Vec<i64> = (0..rows.len() as i64).map(|i| 95 - 2 * i).collect();
         let data = rows.concat();
         let vectors = Vectors::from_slice(&data, 1, DIM);
-        write_kv(&cache.layer(), &vectors, &vectors, &slots).unwrap();
+        store(&cache.layer(), &vectors, &vectors, &slots).unwrap();
         for (side, slot) in [Side::Key, Side::Value]
             .into_iter()
             .flat_map(|s| (0..96).map(move |i| (s, i)))
@@ -247,7 +247,7 @@ fn int8_rows_without_a_scale() {
         .for_each(|row| row[0] = 0.0);
     let slots: Vec<i64> = (0..(bad.len() + tiny.len()) as i64).collect();
     let vectors = Vectors::from_slice(&data, 1, 4);
-    write_kv(&cache.layer(), &vectors, &vectors, &slots).unwrap();
+    store(&cache.layer(), &vectors, &vectors, &slots).unwrap();
     for (side, (t, row)) in [Side::Key, Side::Value]
         .into_iter()
         .flat_map(|s| data.chunks_exact(4).enumerate().map(move |x| (s, x)))
@@ -273,10 +273,10 @@ fn a_bad_slot_or_shape_is_refused_before_anything_is_written() {
     let two = Vectors::from_slice(&data, 2, 6);
     let other_heads = Vectors::from_slice(&data, 1, 6);
     for slots in [[0, 32], [0, -2], [i64::MAX, 0], [i64::MIN, 0]] {
-        assert!(write_kv(&cache.layer(), &two, &two, &slots).is_err());
+        assert!(store(&cache.layer(), &two, &two, &slots).is_err());
     }
-    assert!(write_kv(&cache.layer(), &two, &two, &[0]).is_err());
-    assert!(write_kv(&cache.layer(), &two, &other_heads, &[0, 1]).is_err());
+    assert!(store(&cache.layer(), &two, &two, &[0]).is_err());
+    assert!(store(&cache.layer(), &two, &other_heads, &[0, 1]).is_err());
     assert!(cache.layer().element(Side::Key, 0, 0, 0, 0).is_nan());
 }
 

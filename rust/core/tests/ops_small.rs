@@ -8,8 +8,8 @@ mod modes;
 
 use std::ops::Range;
 
-use attention_support::{Cache, DTYPES, Heads, Order, POISON, number};
-use leafkv_core::attention::{KvDtype, Side, Vectors, write_kv};
+use attention_support::{Cache, DTYPES, Heads, Order, POISON, number, store};
+use leafkv_core::attention::{KvDtype, Side, Vectors};
 use leafkv_core::ops::{
     HeadNorms, LinearOptions, Projected, Rows, RowsMut, Weight, WeightKind, WeightRows, argmax,
     embed, linear, rms_norm, rope_write_kv, silu_mul, top_k,
@@ -417,7 +417,7 @@ impl Tokens {
         }
         let [keys, values] = [&keys, &values].map(|rows| Vectors::from_slice(rows, kv, dim));
         let cache = self.cache(dtype, order);
-        write_kv(&cache.layer(), &keys, &values, &self.slots).unwrap();
+        store(&cache.layer(), &keys, &values, &self.slots).unwrap();
         // Elements are where they belong, of long heads, too.
         let token = self.slots.len() - 1;
         let slot = self.slots[token] as usize;

@@ -118,7 +118,7 @@ pub(crate) fn paged_attention<'py>(
     run(py, &plan, &query, &cache, &options, out, return_lse)
 }
 
-/// Store new keys and values, float32 [T, num_kv_heads, head_dim], at `slots` [T]; slot -1 is skipped.
+/// Store new keys and values, [T, num_kv_heads, head_dim], at `slots` [T]; slot -1 is skipped.
 #[pyfunction]
 #[pyo3(signature = (key, value, key_cache, value_cache, slots, *, k_scale = None, v_scale = None))]
 pub(crate) fn write_kv(
@@ -138,7 +138,8 @@ pub(crate) fn write_kv(
     cache.expect_storable(&[&key, &value])?;
     let slots = View::new("slots", slots)?.vector::<i64>()?;
     let brief = keys.shape().iter().product::<usize>() <= BRIEF_ELEMENTS;
-    maybe_detach(py, brief, || write(&layer, &keys, &values, &slots)).map_err(to_py)
+    let isa = Isa::current().map_err(to_py)?;
+    maybe_detach(py, brief, || write(isa, &layer, &keys, &values, &slots)).map_err(to_py)
 }
 
 /// Copy whole blocks of `cache` (first axis: blocks, each contiguous) by `(source, destination)` rows.

@@ -10,6 +10,7 @@ use crate::buffer::Buffer;
 use crate::simd::{Kernel, Simd};
 
 use super::call::Call;
+use super::float::FloatDtype;
 use super::format::{Format, Matrix};
 use super::kernel::{MAX_ROWS, Partition, SCORES, places};
 use super::matrix;
@@ -130,13 +131,14 @@ fn run_item<'a, S: Simd, F: Format>(
     };
     // Rows of different tokens lie far apart: without this, each would be waited for.
     for row in &w.rows {
-        s.prefetch_run(row.query.cast(), dim * size_of::<f32>());
+        s.prefetch_run(row.query, dim * call.query.dtype().size());
     }
     for h in 0..heads.len() {
         for tile in &w.row_tiles {
             s.vectorize(PackQuery::<F> {
                 scale: call.options.scale,
                 head_dim: dim,
+                dtype: call.query.dtype(),
                 rows: &mut w.rows[h * num_rows..][tile.rows.clone()],
                 kernel_rows: tile.kernel_rows,
                 row,
@@ -244,6 +246,7 @@ unsafe fn finish_unit<S: Simd>(
             states,
             parts,
             head_dim,
+            dtype: call.out.dtype(),
         });
     };
     if unit.items == 1 {
@@ -268,6 +271,8 @@ struct Finish<'a> {
     states: Option<Record>,
     parts: usize,
     head_dim: usize,
+    /// Of the output.
+    dtype: FloatDtype,
 }
 
 impl Kernel for Finish<'_> {
@@ -277,7 +282,7 @@ impl Kernel for Finish<'_> {
         let width = padded(self.head_dim);
         for (i, row) in self.rows.iter().enumerate() {
             if let Some(Row { out, .. }) = self.rows.get(i + OUT_AHEAD) {
-                s.prefetch_run(out.cast(), self.head_dim * size_of::<f32>());
+                s.prefetch_run(*out, self.head_dim * self.dtype.size());
             }
             // SAFETY: `finish_unit` owns the states, the records and the rows of the output.
             unsafe {
@@ -288,7 +293,10 @@ impl Kernel for Finish<'_> {
                 for part in 0..self.parts {
                     state.fold(s, record(1 + part));
                 }
-                state.finish(s, row.sink, row.out, row.lse, self.head_dim);
+                // Nobody needs the state afterwards.
+                let wide = self.dtype.wide(row.out, state.output());
+                state.finish(s, row.sink, wide, row.lse, self.head_dim);
+                self.dtype.narrow(s, wide, self.head_dim, row.out);
             }
         }
     }

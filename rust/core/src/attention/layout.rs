@@ -25,6 +25,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
+use super::float::{Float, FloatDtype};
 use crate::simd::Simd;
 use crate::{Error, Result};
 
@@ -426,17 +427,18 @@ unsafe fn spread<T: Copy, const N: usize>(elements: &[T], mut to: *mut u8, strid
     }
 }
 
-/// A float32 array `[tokens, heads, head_dim]` that is read: queries, or new keys and values. The innermost dimension
-/// is contiguous; strides are in bytes.
+/// An array `[tokens, heads, head_dim]` that is read: queries, or new keys and values. The innermost dimension is
+/// contiguous; strides are in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Vectors<'a> {
     base: *const u8,
+    dtype: FloatDtype,
     tokens: usize,
     heads: usize,
     head_dim: usize,
     token_stride: isize,
     head_stride: isize,
-    memory: PhantomData<&'a [f32]>,
+    memory: PhantomData<&'a [u8]>,
 }
 
 // SAFETY: shapes and an address; the memory is readable from any thread by the promise of `from_raw_parts`.
@@ -445,14 +447,20 @@ unsafe impl Send for Vectors<'_> {}
 unsafe impl Sync for Vectors<'_> {}
 
 impl<'a> Vectors<'a> {
-    /// Describes an array of any alignment by its shape `[tokens, heads, head_dim]` and the byte strides of the first
-    /// two dimensions.
+    /// Describes an array of any alignment by its element type, its shape `[tokens, heads, head_dim]` and the byte strides
+    /// of the first two dimensions.
     ///
     /// # Safety
     /// All elements are valid for reads during `'a`, and nobody writes them while a call reads them.
-    pub unsafe fn from_raw_parts(base: *const u8, shape: [usize; 3], strides: [isize; 2]) -> Self {
+    pub unsafe fn from_raw_parts(
+        base: *const u8,
+        dtype: FloatDtype,
+        shape: [usize; 3],
+        strides: [isize; 2],
+    ) -> Self {
         Self {
             base,
+            dtype,
             tokens: shape[0],
             heads: shape[1],
             head_dim: shape[2],
@@ -466,10 +474,15 @@ impl<'a> Vectors<'a> {
     ///
     /// # Panics
     /// The slice's length is not a multiple of `heads * head_dim`.
-    pub fn from_slice(data: &'a [f32], heads: usize, head_dim: usize) -> Self {
-        let (tokens, strides) = contiguous(data.len(), heads, head_dim);
+    pub fn from_slice<T: Float>(data: &'a [T], heads: usize, head_dim: usize) -> Self {
+        let (shape, strides) = contiguous(data, heads, head_dim);
         // SAFETY: a slice is what the strides say it is.
-        unsafe { Self::from_raw_parts(data.as_ptr().cast(), [tokens, heads, head_dim], strides) }
+        unsafe { Self::from_raw_parts(data.as_ptr().cast(), T::DTYPE, shape, strides) }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> FloatDtype {
+        self.dtype
     }
 
     /// `[tokens, heads, head_dim]`.
@@ -477,36 +490,39 @@ impl<'a> Vectors<'a> {
         [self.tokens, self.heads, self.head_dim]
     }
 
-    /// One element. For the oracle and tests.
+    /// One element, widened. For the oracle and tests.
     ///
     /// # Panics
     /// An index is out of bounds.
     pub fn element(&self, token: usize, head: usize, dim: usize) -> f32 {
         assert!(token < self.tokens && head < self.heads && dim < self.head_dim);
         // SAFETY: the indices were checked.
-        unsafe { self.row(token, head).add(dim).read_unaligned() }
+        unsafe {
+            let row = self.row(token, head);
+            self.dtype.read(row.add(dim * self.dtype.size()))
+        }
     }
 
     /// # Safety
     /// `token` and `head` are in bounds.
     #[inline(always)]
-    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *const f32 {
+    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *const u8 {
         // SAFETY: in bounds by the caller's promise, valid by that of `from_raw_parts`.
         unsafe {
             self.base
                 .offset(token as isize * self.token_stride + head as isize * self.head_stride)
-                .cast()
         }
     }
 }
 
-/// A float32 array `[tokens, heads, head_dim]` that is written: the output. Like [`Vectors`].
+/// An array `[tokens, heads, head_dim]` that is written: the output. Like [`Vectors`].
 #[derive(Debug)]
 pub struct VectorsMut<'a> {
     base: *mut u8,
+    dtype: FloatDtype,
     shape: [usize; 3],
     strides: [isize; 2],
-    memory: PhantomData<&'a mut [f32]>,
+    memory: PhantomData<&'a mut [u8]>,
 }
 
 // SAFETY: shapes and an address; the kernel gives every row to one thread.
@@ -519,9 +535,15 @@ impl<'a> VectorsMut<'a> {
     ///
     /// # Safety
     /// All elements are valid for writes during `'a`, distinct, and nobody else reads or writes them.
-    pub unsafe fn from_raw_parts(base: *mut u8, shape: [usize; 3], strides: [isize; 2]) -> Self {
+    pub unsafe fn from_raw_parts(
+        base: *mut u8,
+        dtype: FloatDtype,
+        shape: [usize; 3],
+        strides: [isize; 2],
+    ) -> Self {
         Self {
             base,
+            dtype,
             shape,
             strides,
             memory: PhantomData,
@@ -532,12 +554,15 @@ impl<'a> VectorsMut<'a> {
     ///
     /// # Panics
     /// The slice's length is not a multiple of `heads * head_dim`.
-    pub fn from_slice(data: &'a mut [f32], heads: usize, head_dim: usize) -> Self {
-        let (tokens, strides) = contiguous(data.len(), heads, head_dim);
+    pub fn from_slice<T: Float>(data: &'a mut [T], heads: usize, head_dim: usize) -> Self {
+        let (shape, strides) = contiguous(data, heads, head_dim);
         // SAFETY: a slice is what the strides say it is.
-        unsafe {
-            Self::from_raw_parts(data.as_mut_ptr().cast(), [tokens, heads, head_dim], strides)
-        }
+        unsafe { Self::from_raw_parts(data.as_mut_ptr().cast(), T::DTYPE, shape, strides) }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> FloatDtype {
+        self.dtype
     }
 
     /// `[tokens, heads, head_dim]`.
@@ -548,22 +573,23 @@ impl<'a> VectorsMut<'a> {
     /// # Safety
     /// `token` and `head` are in bounds.
     #[inline(always)]
-    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *mut f32 {
+    pub(crate) unsafe fn row(&self, token: usize, head: usize) -> *mut u8 {
         let [token_stride, head_stride] = self.strides;
         // SAFETY: in bounds by the caller's promise, valid by that of `from_raw_parts`.
         unsafe {
             self.base
                 .offset(token as isize * token_stride + head as isize * head_stride)
-                .cast()
         }
     }
 }
 
-fn contiguous(len: usize, heads: usize, head_dim: usize) -> (usize, [isize; 2]) {
-    let row = heads * head_dim;
+/// Shape and strides of a slice.
+fn contiguous<T>(data: &[T], heads: usize, head_dim: usize) -> ([usize; 3], [isize; 2]) {
+    let (len, row) = (data.len(), heads * head_dim);
     assert!(
         row > 0 && len.is_multiple_of(row),
-        "{len} floats are not [_, {heads}, {head_dim}]"
+        "{len} elements are not [_, {heads}, {head_dim}]"
     );
-    (len / row, [(row * 4) as isize, (head_dim * 4) as isize])
+    let strides = [row, head_dim].map(|elements| (elements * size_of::<T>()) as isize);
+    ([len / row, heads, head_dim], strides)
 }

@@ -141,9 +141,9 @@ impl Record {
         }
     }
 
-    /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible. `sink` is the
-    /// score of one more key, whose value is zero; minus infinity for none. `lse`, if not null, takes the logarithm of the
-    /// sum.
+    /// Writes the row's result, `head_dim` floats: output over sum, or zeros where no key was visible. `out` may be the
+    /// record's own output. `sink` is the score of one more key, whose value is zero; minus infinity for none. `lse`, if not
+    /// null, takes the logarithm of the sum.
     #[inline(always)]
     pub(super) unsafe fn finish<S: Simd>(
         self,

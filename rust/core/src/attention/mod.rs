@@ -10,6 +10,7 @@
 //! partitions are folded left to right (`merge`).
 
 mod call;
+mod float;
 mod format;
 mod item;
 mod kernel;
@@ -30,6 +31,7 @@ mod weights;
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicUsize;
 
+pub use float::{Float, FloatDtype};
 pub use layout::{
     KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, TILE, Vectors, VectorsMut,
 };
@@ -166,6 +168,9 @@ impl Plan {
 
 /// Attention of every query row over its sequence's keys and values, by a plan, under one instruction set and the default
 /// floating-point mode, whatever the caller's is.
+///
+/// Query and output are of any [`FloatDtype`] each. Arithmetic is in float32: a query is widened, a result rounded, to
+/// nearest even, at the very end.
 ///
 /// A row that sees no key (without `causal`, in a sequence without KV) is zero. A score of minus infinity, which an infinite
 /// key may have, is a weight of 0; a row that sees no other score, nor has a sink, is NaN, as softmax is.

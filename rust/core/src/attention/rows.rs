@@ -7,6 +7,7 @@ use std::ops::Range;
 use crate::simd::{Kernel, MATRIX_ROWS, Simd};
 
 use super::call::Call;
+use super::float::FloatDtype;
 use super::format::{Format, Matrix, Parts, max_query, quantum};
 use super::kernel::kernel_rows;
 use super::matrix;
@@ -16,8 +17,8 @@ use super::scratch::padded;
 
 /// A row of the query.
 pub(super) struct Row {
-    pub(super) query: *const f32,
-    pub(super) out: *mut f32,
+    pub(super) query: *const u8,
+    pub(super) out: *mut u8,
     /// Where its log-sum-exp goes, or null.
     pub(super) lse: *mut f32,
     /// Positions that it sees, and its own.
@@ -115,6 +116,8 @@ pub(super) fn cut_rows<S: Simd, F: Format>(
 pub(super) struct PackQuery<'a, F> {
     pub(super) scale: f32,
     pub(super) head_dim: usize,
+    /// Of the queries.
+    pub(super) dtype: FloatDtype,
     /// Rows of the tile, and how many its kernel has.
     pub(super) rows: &'a mut [Row],
     pub(super) kernel_rows: usize,
@@ -136,7 +139,8 @@ impl<F: Format> Kernel for PackQuery<'_, F> {
             // SAFETY: the rows have `head_dim` elements, the buffers what the fields say.
             unsafe {
                 if let Some(row) = self.rows.get(r) {
-                    self.scale_row(s, row.query);
+                    let query = self.dtype.widen(s, row.query, self.head_dim, self.row);
+                    self.scale_row(s, query);
                     let mut units = 1.0;
                     if F::QUANTIZED {
                         (units, self.rows[r].quantum) = self.quantize(s);
@@ -188,7 +192,7 @@ impl<F> PackQuery<'_, F> {
         }
     }
 
-    /// Scales a query into the row, and pads it with zeros.
+    /// Scales a query into the row, where it may lie already, and pads it with zeros.
     #[inline(always)]
     unsafe fn scale_row<S: Simd>(&self, s: S, query: *const f32) {
         let whole = self.head_dim / S::LANES * S::LANES;

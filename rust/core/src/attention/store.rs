@@ -3,20 +3,27 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::float::FloatDtype;
 use super::layout::{KvDtype, KvLayer, Side, Vectors, Walk};
-use crate::simd::{DefaultMode, Simd};
+use super::scratch::padded;
+use crate::simd::{DefaultMode, Dispatch, Isa, Kernel, Simd};
 use crate::{Error, Result};
 
 /// Stores keys and values of new tokens, rounded to the cache's dtype (to nearest even), at `slots`: token `i` goes to
 /// offset `slots[i] % block_size` of block `slots[i] / block_size`; slot -1 is padding and skipped. Where a slot is
-/// named twice, the last one wins. The caller's floating-point mode does not matter.
+/// named twice, the last one wins. Neither the instruction set nor the caller's floating-point mode matters.
+///
+/// Keys and values are of one [`FloatDtype`]: halves are stored as if they had been widened before, those of the cache's
+/// own dtype bit by bit, NaN included.
 ///
 /// int8 quantizes each token and head by itself: the scale is its largest magnitude / 127, an element the nearest
 /// integer to its value / scale. Where a row holds infinity or NaN, its scale is NaN: who sees the token sees NaN.
 ///
 /// # Errors
-/// Shapes do not match, or a slot is neither -1 nor in the cache. Nothing is then written.
+/// Shapes or element types do not match, a slot is neither -1 nor in the cache, or this CPU lacks `isa`. Nothing is then
+/// written.
 pub fn write_kv(
+    isa: Isa,
     layer: &KvLayer<'_>,
     key: &Vectors<'_>,
     value: &Vectors<'_>,
@@ -32,20 +39,72 @@ pub fn write_kv(
             ));
         }
     }
+    if value.dtype() != key.dtype() {
+        let [came, expected] = [value, key].map(|rows| rows.dtype().name());
+        return Err(Error::invalid(
+            "value",
+            format!("got {came}, expected the dtype of key, {expected}"),
+        ));
+    }
     check_slots(layer, slots)?;
+    isa.expect_available()?;
     let _mode = DefaultMode::enter();
-    for (i, &slot) in slots.iter().enumerate() {
-        let Some(slot) = Slot::new(layer, slot) else {
-            continue;
+    isa.dispatch(Store {
+        layer,
+        rows: [(Side::Key, key), (Side::Value, value)],
+        slots,
+    });
+    Ok(())
+}
+
+/// A checked call of [`write_kv`].
+struct Store<'a> {
+    layer: &'a KvLayer<'a>,
+    rows: [(Side, &'a Vectors<'a>); 2],
+    slots: &'a [i64],
+}
+
+impl Dispatch for Store<'_> {
+    type Output = ();
+    fn run<S: Simd>(self, s: S) {
+        s.vectorize(self);
+    }
+}
+
+impl Kernel for Store<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (spec, dtype) = (self.layer.spec(), self.rows[0].1.dtype());
+        let mut room = match dtype {
+            FloatDtype::F32 => Vec::new(),
+            FloatDtype::F16 | FloatDtype::Bf16 => vec![0.0; padded(spec.head_dim)],
         };
-        for head in 0..spec.num_kv_heads {
-            for (side, rows) in [(Side::Key, key), (Side::Value, value)] {
-                // SAFETY: shapes and slots were checked; the layer is writable by the promise of `KvLayer::new`.
-                unsafe { slot.write(side, head, rows.row(i, head)) };
+        let as_they_are = matches!(
+            (dtype, spec.dtype),
+            (FloatDtype::F16, KvDtype::F16) | (FloatDtype::Bf16, KvDtype::Bf16)
+        );
+        for (i, &slot) in self.slots.iter().enumerate() {
+            let Some(slot) = Slot::new(self.layer, slot) else {
+                continue;
+            };
+            for head in 0..spec.num_kv_heads {
+                for (side, rows) in self.rows {
+                    // SAFETY: `write_kv` checked shapes and slots; the layer is writable by the promise of `KvLayer::new`.
+                    // There is room for a row of halves.
+                    unsafe {
+                        let row = rows.row(i, head);
+                        if as_they_are {
+                            slot.copy::<u16>(side, head, row.cast());
+                        } else {
+                            let row = dtype.widen(s, row, spec.head_dim, room.as_mut_ptr());
+                            slot.write(side, head, row);
+                        }
+                    }
+                }
             }
         }
     }
-    Ok(())
 }
 
 /// # Errors
@@ -116,9 +175,7 @@ impl<'a> Slot<'a> {
         // SAFETY: the caller's promise.
         unsafe {
             match self.layer.spec().dtype {
-                KvDtype::F32 => self.convert(side, head, row, |from, to: &mut [f32]| {
-                    to.copy_from_slice(from);
-                }),
+                KvDtype::F32 => self.copy(side, head, row),
                 KvDtype::F16 => self.convert(side, head, row, |from, to: &mut [f16]| {
                     to.convert_from_f32_slice(from);
                 }),
@@ -135,17 +192,28 @@ impl<'a> Slot<'a> {
         }
     }
 
+    /// Stores a row whose elements are the cache's own.
+    #[inline(always)]
+    unsafe fn copy<T: Copy + Default>(&self, side: Side, head: usize, row: *const T) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.convert(side, head, row, |from, to: &mut [T]| {
+                to.copy_from_slice(from);
+            });
+        }
+    }
+
     /// Converts a row piece by piece, and puts its elements where the layout has them.
     #[inline(always)]
-    unsafe fn convert<T: Copy + Default>(
+    unsafe fn convert<U: Copy + Default, T: Copy + Default>(
         &self,
         side: Side,
         head: usize,
-        row: *const f32,
-        convert: impl Fn(&[f32], &mut [T]),
+        row: *const U,
+        convert: impl Fn(&[U], &mut [T]),
     ) {
         let (walk, dims) = (&self.walks[side as usize], self.layer.spec().head_dim);
-        let (mut from, mut to) = ([0.0; PIECE], [T::default(); PIECE]);
+        let (mut from, mut to) = ([U::default(); PIECE], [T::default(); PIECE]);
         for first in (0..dims).step_by(PIECE) {
             let n = PIECE.min(dims - first);
             let (from, to) = (&mut from[..n], &mut to[..n]);

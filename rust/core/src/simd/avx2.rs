@@ -83,6 +83,13 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, a: __m256) {
+        unsafe {
+            let narrow = _mm256_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT }>(a);
+            _mm_storeu_si128(p.cast(), narrow);
+        }
+    }
+    #[inline(always)]
     unsafe fn load_i8_wide(self, p: *const u8) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
     }

@@ -123,6 +123,13 @@ impl<const BF16: bool, const AMX: bool> Simd for Avx512<BF16, AMX> {
         }
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, a: __m512) {
+        unsafe {
+            let narrow = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT }>(a);
+            _mm256_storeu_si256(p.cast(), narrow);
+        }
+    }
+    #[inline(always)]
     unsafe fn load_i8_wide(self, p: *const u8) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }

@@ -98,6 +98,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_f16(self, p: *const u16) -> Self::F32;
     /// Widens bf16, exactly.
     unsafe fn load_bf16_wide(self, p: *const u16) -> Self::F32;
+    /// Rounds to f16, to nearest even; NaN stays NaN.
+    unsafe fn store_f16(self, p: *mut u16, a: Self::F32);
+    /// Rounds to bf16, to nearest even; NaN stays NaN if it is a quiet one, as arithmetic makes them.
+    #[inline(always)]
+    unsafe fn store_bf16_narrow(self, p: *mut u16, a: Self::F32) {
+        let mut low = [0; MAX_LANES];
+        // SAFETY: the caller's promise.
+        unsafe { self.store_halves(low.as_mut_ptr(), p, self.round_bf16(a)) };
+    }
     /// Widens 8-bit integers.
     unsafe fn load_i8_wide(self, p: *const u8) -> Self::F32;
     /// `q * scale + offset`, where q is the lower half, or the upper, of `LANES` bytes. Rounds once if no product needs

@@ -72,6 +72,15 @@ impl Simd for Neon {
         unsafe { vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p))) }
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, a: float32x4_t) {
+        // The f16 intrinsics are not stable.
+        let narrow: uint16x4_t;
+        unsafe {
+            asm!("fcvtn {n:v}.4h, {a:v}.4s", n = lateout(vreg) narrow, a = in(vreg) a, options(pure, nomem, nostack, preserves_flags));
+            vst1_u16(p, narrow);
+        }
+    }
+    #[inline(always)]
     unsafe fn load_i8_wide(self, p: *const u8) -> float32x4_t {
         unsafe {
             let bytes = vreinterpret_s8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));

@@ -82,6 +82,12 @@ impl<const N: usize, const REGISTERS: usize> Simd for Scalar<N, REGISTERS> {
         bits.map(|b| f32::from_bits(u32::from(b) << 16))
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u16, a: [f32; N]) {
+        let bits = a.map(|x| f16::from_f32_const(x).to_bits());
+        // SAFETY: as above.
+        unsafe { p.cast::<[u16; N]>().write_unaligned(bits) };
+    }
+    #[inline(always)]
     unsafe fn load_i8_wide(self, p: *const u8) -> [f32; N] {
         // SAFETY: as above.
         let bytes = unsafe { p.cast::<[i8; N]>().read_unaligned() };

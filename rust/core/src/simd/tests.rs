@@ -259,6 +259,15 @@ fn lanes<S: Simd>(s: S, isa: Isa, random: &mut Random) {
         );
     }
 
+    // All that f16 can say, its subnormals and what rounds to infinity; half of them ties or near to one.
+    let mut x = random.any();
+    for x in x.iter_mut().filter(|x| x.is_finite()) {
+        let bits = x.to_bits();
+        let tie = if bits & 1 == 0 { !0xfff } else { !0 };
+        *x = f32::from_bits(bits & 0x807f_ffff & tie | (100 + bits % 48) << 23);
+    }
+    narrowing(s, isa, &x);
+
     let rows: [[f32; MAX_LANES]; MAX_LANES] = std::array::from_fn(|_| random.plain());
     let mut vectors = [a; MAX_LANES];
     for i in 0..MAX_LANES {
@@ -267,6 +276,35 @@ fn lanes<S: Simd>(s: S, isa: Isa, random: &mut Random) {
     let sums = store(s, s.sums(&vectors));
     for i in 0..S::LANES {
         same(sums[i], s.sum(load(s, &rows[i])), &format!("{isa} sums"));
+    }
+}
+
+/// To halves, bit by bit: NaN has the sign and the leading bits that it had.
+#[inline(always)]
+fn narrowing<S: Simd>(s: S, isa: Isa, x: &[f32; MAX_LANES]) {
+    let a = load(s, x);
+    let [mut half, mut brain] = [Memory::new(), Memory::new()];
+    // SAFETY: there is room for MAX_LANES elements.
+    unsafe {
+        s.store_f16(half.at(), a);
+        s.store_bf16_narrow(brain.at(), a);
+    }
+    let [half, brain] = [&half, &brain].map(|memory| memory.written(2 * S::LANES));
+    for i in 0..S::LANES {
+        let want = [
+            f16::from_f32(x[i]).to_bits(),
+            bf16::from_f32(x[i]).to_bits(),
+        ];
+        for (got, want) in [half, brain].into_iter().zip(want) {
+            let got = u16::from_le_bytes([got[2 * i], got[2 * i + 1]]);
+            // What is left of a signalling NaN is up to the hardware.
+            let quiet = !x[i].is_nan() || x[i].to_bits() & 1 << 22 != 0;
+            assert!(
+                got == want || !quiet,
+                "{isa} narrowing of {:e}: {got:04x}, expected {want:04x}",
+                x[i]
+            );
+        }
     }
 }
 

@@ -227,7 +227,7 @@ impl Cache {
             data
         };
         let (key, value) = (side(1), side(2));
-        write_kv(
+        store(
             &self.layer(),
             &Vectors::from_slice(&key, s.num_kv_heads, s.head_dim),
             &Vectors::from_slice(&value, s.num_kv_heads, s.head_dim),
@@ -235,6 +235,16 @@ impl Cache {
         )
         .unwrap();
     }
+}
+
+/// [`write_kv`] under the instruction set in use.
+pub fn store(
+    layer: &KvLayer<'_>,
+    key: &Vectors<'_>,
+    value: &Vectors<'_>,
+    slots: &[i64],
+) -> leafkv_core::Result<()> {
+    write_kv(Isa::current()?, layer, key, value, slots)
 }
 
 /// Hands out blocks in a scrambled order.

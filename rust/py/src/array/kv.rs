@@ -2,7 +2,8 @@
 //! need not be aligned.
 
 use leafkv_core::attention::{
-    Blocks, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, Vectors, VectorsMut,
+    Blocks, FloatDtype, KvArray, KvDtype, KvLayer, KvLayout, KvSpec, Scales, Side, Vectors,
+    VectorsMut,
 };
 use pyo3::prelude::*;
 
@@ -10,7 +11,7 @@ use super::dtype::{Dtype, Scalar};
 use super::view::View;
 use crate::error::to_py;
 
-const VECTORS: &str = "float32 of shape [tokens, heads, head_dim]";
+const VECTORS: &str = "float32, float16, bfloat16 or uint16 (the bits of bfloat16) of shape [tokens, heads, head_dim]";
 
 impl<'a> View<'a> {
     /// A copy of a vector of `T`.
@@ -27,20 +28,20 @@ impl<'a> View<'a> {
         Ok(|i, j| self.read(i, j))
     }
 
-    /// A float32 array `[tokens, heads, head_dim]` to read.
+    /// An array `[tokens, heads, head_dim]` of floats to read.
     pub(crate) fn vectors(&self) -> PyResult<Vectors<'a>> {
-        let (shape, strides) = self.vectors_layout()?;
+        let (dtype, shape, strides) = self.vectors_layout()?;
         // SAFETY: numpy vouches for shape and strides; the array lives for `'a`. That nobody writes it meanwhile is
         // the caller's duty, as documented.
-        Ok(unsafe { Vectors::from_raw_parts(self.data(), shape, strides) })
+        Ok(unsafe { Vectors::from_raw_parts(self.data(), dtype, shape, strides) })
     }
 
-    /// A float32 array `[tokens, heads, head_dim]` to write, apart from all that is read.
+    /// An array `[tokens, heads, head_dim]` of floats to write, apart from all that is read.
     pub(crate) fn vectors_mut<'b>(
         &self,
         read: impl Iterator<Item = &'b View<'b>>,
     ) -> PyResult<VectorsMut<'a>> {
-        let (shape, strides) = self.vectors_layout()?;
+        let (dtype, shape, strides) = self.vectors_layout()?;
         self.expect_writable()?;
         if self.rows_overlap() {
             return Err(self.wrong(&format!(
@@ -52,14 +53,21 @@ impl<'a> View<'a> {
             self.expect_apart(other)?;
         }
         // SAFETY: as above; it is writable, and apart from what the call reads.
-        Ok(unsafe { VectorsMut::from_raw_parts(self.data(), shape, strides) })
+        Ok(unsafe { VectorsMut::from_raw_parts(self.data(), dtype, shape, strides) })
     }
 
-    fn vectors_layout(&self) -> PyResult<([usize; 3], [isize; 2])> {
-        self.expect(&[Dtype::F32], 3, VECTORS)?;
+    fn vectors_layout(&self) -> PyResult<(FloatDtype, [usize; 3], [isize; 2])> {
+        let dtype = match self.dtype() {
+            Dtype::F32 => FloatDtype::F32,
+            Dtype::F16 => FloatDtype::F16,
+            Dtype::Bf16 | Dtype::U16 => FloatDtype::Bf16,
+            _ => return Err(self.unlike(VECTORS)),
+        };
+        let (&[tokens, heads, head_dim], strides) = (self.shape(), self.strides()) else {
+            return Err(self.unlike(VECTORS));
+        };
         self.expect_contiguous(2)?;
-        let (shape, strides) = (self.shape(), self.strides());
-        Ok(([shape[0], shape[1], shape[2]], [strides[0], strides[1]]))
+        Ok((dtype, [tokens, heads, head_dim], [strides[0], strides[1]]))
     }
 
     /// Whether rows of `[tokens, heads, head_dim]` may share memory. Two steps, the larger one clear of the smaller
