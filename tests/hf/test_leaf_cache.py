@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 
 from leafkv.integrations.transformers import KVPool, LeafCache
 from tests.hf.leaf import Columns, answer, check_idle, model_of, prompts, step
@@ -86,7 +87,7 @@ def test_assisted_decoding(family: str) -> None:
     random = torch.Generator().manual_seed(4)
     assistant.load_state_dict(
         {
-            name: weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=random)
+            name: weight + 0.15 * weight.std() * torch.randn(weight.shape, generator=random)
             for name, weight in reference.state_dict().items()
         }
     )
@@ -95,7 +96,8 @@ def test_assisted_decoding(family: str) -> None:
     if version != (5, 15):
         ways.append({"assistant_model": assistant})
     with KVPool(model, 32, block_size=4) as pool:
-        for way in ways * 2:
+        answer(model, ids, kv=LeafCache(pool), **length)
+        for way in ways:
             with LeafCache(pool, ids) as kv, Columns(model) as columns:
                 assert torch.equal(answer(model, ids, kv=kv, **length, **way), expected)
                 assert kv.get_seq_length() == expected.shape[1] - 1

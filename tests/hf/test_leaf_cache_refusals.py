@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "both directions": ("use_bidirectional_attention", lambda: tiny("gemma3", use_bidirectional_attention=True)),
-    "attention of its own": ("attn_implementation", lambda: switched("falcon")),
+    "attention of its own": ("attn_implementation|mask", lambda: switched("falcon")),
 }
 
 
@@ -167,7 +167,7 @@ def test_dtypes_that_change() -> None:
     with KVPool(model, 8, block_size=4) as pool, LeafCache(pool) as kv:
         step(model, ids, kv)
         model.to(torch.bfloat16)
-        with pytest.raises(leafkv.InvalidInputError, match="key_states: expected float32 .* got bfloat16"):
+        with pytest.raises(leafkv.InvalidInputError, match=r"key_states: expected float32 .* got bfloat16"):
             step(model, ids[:, :1], kv)
         model.to(torch.float32)
         pool.manager.check_invariants()

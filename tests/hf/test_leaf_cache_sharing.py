@@ -120,12 +120,13 @@ def test_kv_that_is_no_function_of_its_tokens_is_private() -> None:
         check_idle(pool)
 
 
-class Adapter(torch.nn.Module):
+class Adapter(torch.nn.Module):  # type: ignore[misc]
     """A linear layer with an adapter that can be switched, and says so as PEFT's do."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
-        self.base, self.on, self.merged_adapters = base, True, []
+        self.base, self.on = base, True
+        self.merged_adapters: list[str] = []
 
     @property
     def active_adapters(self) -> list[str]:
