@@ -47,7 +47,7 @@ def test_the_extra_that_is_missing_is_named(missing: str, monkeypatch: pytest.Mo
     for name in ("torch", "transformers"):
         if name != missing and name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
-    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingExtraError, match=rf"{missing!r}, which is not installed: pip install 'leafkv\[torch\]'"):
         LLM("anywhere", backend="transformers")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from leafkv import LLM, AsyncEngine, InvalidInputError, JournalError, ModelLoadError, SamplingParams  # noqa: E402
+from leafkv.cli.app import app  # noqa: E402
 from leafkv.models import LoadedModel, load_model  # noqa: E402
 from leafkv.models.gguf import GGUFFile  # noqa: E402
 from leafkv.models.loader import embedded_model  # noqa: E402
@@ -72,14 +71,14 @@ def smollm2() -> Any:
 def test_the_embedded_model_gives_the_tokens_of_the_reference() -> None:
     tokenizer = load_model().tokenizer
     llm = LLM(smollm2(), **{**OPTIONS, "num_threads": None}, tokenizer=tokenizer)
-    for _ in range(2):  # the second time from the prefix cache
-        outputs = llm.generate(PROMPTS, GREEDY)
-        for item, output in zip(ITEMS, outputs, strict=True):
-            assert output.prompt_token_ids == item["prompt_ids"]
-            assert output.outputs[0].token_ids == item["generated_ids"], item["prompt"]
-            assert output.outputs[0].text == tokenizer.decode(item["generated_ids"])
-        assert drained(llm)
-    assert llm.stats().cached_prompt_tokens == sum(len(item["prompt_ids"]) - 1 for item in ITEMS)
+    for item, output in zip(ITEMS, llm.generate(PROMPTS, GREEDY), strict=True):
+        assert output.prompt_token_ids == item["prompt_ids"]
+        assert output.outputs[0].token_ids == item["generated_ids"], item["prompt"]
+        assert output.outputs[0].text == tokenizer.decode(item["generated_ids"])
+    assert drained(llm)
+    for item, output in zip(ITEMS, llm.generate(PROMPTS, SHORT), strict=True):  # from the prefix cache
+        assert output.num_cached_tokens == len(item["prompt_ids"]) - 1
+        assert output.outputs[0].token_ids == item["generated_ids"][:12]
 
 
 def test_a_directory_gives_what_our_own_code_gives(directory: Path, expected: tuple[list[int], str]) -> None:
@@ -90,30 +89,22 @@ def test_a_directory_gives_what_our_own_code_gives(directory: Path, expected: tu
     assert LLM(directory, **OPTIONS, dtype="bfloat16").cache.dtype == "bfloat16"
 
 
-def test_the_asynchronous_face_and_the_command_line(directory: Path, expected: tuple[list[int], str]) -> None:
+def test_the_asynchronous_face_and_the_command_line(
+    directory: Path, expected: tuple[list[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     async def run() -> Any:
         async with AsyncEngine(directory, **OPTIONS) as engine:
             outputs = [output async for output in engine.generate(TEXT, SHORT)]
         return outputs[-1].outputs[0].token_ids
 
     assert asyncio.run(run()) == expected[0]
-    command = [
-        sys.executable,
-        "-c",
-        "from leafkv.cli import main; main()",
-        "generate",
-        TEXT,
-        "-n",
-        "12",
-        "--num-blocks",
-        "64",
-    ]
-    command += ["--backend", "transformers", "--device", "cpu", "-m", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    # The command line heeds the end token.
-    assert done.stdout.strip()
-    assert expected[1].startswith(done.stdout.strip().split(" w2")[0])
+    command = ["generate", TEXT, "-n", "12", "--num-blocks", "64", "--threads", "1", "-m", str(directory)]
+    app([*command, "--backend", "transformers", "--device", "cpu"], standalone_mode=False)
+    shown = capsys.readouterr().out.strip()
+    assert shown  # it heeds the end token
+    assert expected[1].startswith(shown)
+    with pytest.raises(InvalidInputError, match="device: expected a device"):
+        app([*command, "--backend", "transformers", "--device", "nowhere"], standalone_mode=False)
 
 
 def test_a_model_that_is_taken_over_goes_on_to_compute_in_transformers() -> None:
@@ -209,18 +200,19 @@ def test_what_cannot_be_loaded_is_named(directory: Path, tmp_path: Path) -> None
 
 def test_what_contradicts_a_loaded_model_is_refused_by_name(directory: Path) -> None:
     model = tiny("llama")
-    for options, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "bfloat16"}, "dtype: expected auto or float32, as the model was loaded, got 'bfloat16'"),
         ({"device": "meta"}, "device: expected"),
         ({"device": "nowhere"}, "device: expected a device such as 'cpu' or 'cuda:0', got 'nowhere'"),
-    ]:
+    ]
+    for options, message in refused:
         with pytest.raises(InvalidInputError, match=message):
             LLM(model, **OPTIONS, **options)
     with pytest.raises(InvalidInputError, match="needs backend='transformers'"):
         LLM(model)
     with pytest.raises(InvalidInputError, match="model: expected a directory or a model of transformers"):
         LLM(3, **OPTIONS)
-    with pytest.raises(ModelLoadError, match="dtype: expected one of float32, bfloat16, float16, got torch.float64"):
+    with pytest.raises(ModelLoadError, match=r"dtype: expected one of float32, bfloat16, float16, got torch\.float64"):
         LLM(tiny("llama", dtype=torch.float64), **OPTIONS)
     ours: LoadedModel = load_model(directory)
     with pytest.raises(InvalidInputError, match="backend: expected auto or leafkv, as the model was loaded"):

@@ -23,7 +23,7 @@ from ..engine.test_speculation import *  # noqa: F403
 from ..engine.test_workloads import *  # noqa: F403
 from .toy_model import put_in_place_of_the_toy
 
-del test_a_real_model_repeats_itself_in_fewer_steps  # type: ignore[name-defined]  # noqa: F821 (it takes our own code)
+del test_a_real_model_repeats_itself_in_fewer_steps  # noqa: F821 (it takes our own code)
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ def test_only_the_logits_that_are_wanted_come_back(family: str) -> None:
     shape, (tokens,) = model.config, texts(9)
     cache = KVCache(3, shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, backend="torch")
     steps = np.arange(9)
-    plan = model.plan(
+    plan: Any = model.plan(
         np.array([[2, 0, 1]], np.int32),
         np.array([0, 9], np.int32),
         np.array([9], np.int32),
