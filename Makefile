@@ -94,7 +94,7 @@ wheels: $(VENV)/.dev
 	@ls dist
 
 # Those that are skipped without torch, or in part.
-TESTS_OF_TORCH = tests/torch tests/hf tests/models/test_transformers.py
+TESTS_OF_TORCH = tests/torch tests/hf tests/models/test_transformers.py tests/test_readme.py tests/test_cli.py::test_example
 # Those of models that need no extra.
 TESTS_OF_OPERATIONS = $(addprefix tests/models/test_, ops.py linear.py threads.py)
 WHEEL = $(BIN)/maturin build --release --locked

@@ -196,6 +196,8 @@ EXAMPLES_SAY = {
     "demo": ("tokens in the", "time to first token"),
     "guided_json": ("Anna, 34, Oslo",),
     "torch_attention": ("largest difference 0.0",),
+    "hf_engine": ("144 of 816 tokens of the prompts were computed",),
+    "hf_generate": ("0 of 110 tokens were found", "100 of 110 tokens were found"),
     "resume": ("Killed after 6 tokens.", "24 tokens in the end, as in a process that nobody kills"),
 }
 

@@ -15,7 +15,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE
 
 def test_the_faces_are_shown() -> None:
     text = "\n".join(EXAMPLES)
-    for name in ("KVManager", "paged_attention", "LLM(", "AsyncEngine(", "LLM.resume("):
+    for name in ("KVManager", "paged_attention", "LLM(", "AsyncEngine(", "LLM.resume(", "LeafCache(", "leafkv.torch"):
         assert name in text
 
 
@@ -30,6 +30,8 @@ def test_links_and_paths_lead_to_files() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda code: code.strip().splitlines()[0])
 def test_example(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "import torch" in example:
+        pytest.importorskip("torch")
     namespace: dict[str, Any] = {"__name__": "readme"}
     exec(compile(example, str(README), "exec"), namespace)
     printed = capsys.readouterr().out.splitlines()
