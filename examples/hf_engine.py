@@ -1,6 +1,6 @@
 """The engine over a model of Hugging Face transformers: their code, our scheduler, prefix cache and attention.
 
-    python examples/hf_engine.py [directory of a model]
+python examples/hf_engine.py [directory of a model]
 """
 
 from __future__ import annotations

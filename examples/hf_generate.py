@@ -1,6 +1,6 @@
-"""`generate` of Hugging Face transformers over LeafKV's cache: a prefix is computed once, and found again by later calls.
+"""`generate` of Hugging Face transformers over LeafKV's cache: later calls find a prefix that earlier ones computed.
 
-    python examples/hf_generate.py [directory of a model]
+python examples/hf_generate.py [directory of a model]
 """
 
 from __future__ import annotations
