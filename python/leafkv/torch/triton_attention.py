@@ -17,7 +17,8 @@ Invariants:
   warps, and each warp has the same rows and instructions: a test looks, on a GPU.) Nothing is promised across GPUs, or between a
   GPU and a CPU.
 * What a row may not see cannot reach its result, not even as NaN or infinity, and what lies beyond a sequence, in its tables
-  or in its last block, is not read. A value that is not finite makes a row NaN that sees it in a tile with hidden keys.
+  or in its last block, is not read. A value that is not finite makes
+  NaN of its dimension for the rows that see it, or of all of the row.
 * No call waits for the device, or reads from it on the host; scratch comes from torch's allocator on the current stream. A call
   may be captured in a CUDA graph, and serves any lengths up to ``max_kv_len`` (by default what the tables can hold).
 
@@ -50,7 +51,7 @@ MAX_HEAD_DIM = 512
 MAX_SCRATCH = 1 << 27
 """float32 elements that splits may leave, 512 MiB; a call that would need more is not split."""
 
-FEW_PROCESSORS = 32
+FEW_PROCESSORS = 8
 """The multiprocessors of what is no GPU."""
 
 
@@ -132,7 +133,6 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,  # noqa: N803
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,  # noqa: N803
     INT8: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     PER_PARTITION: tl.constexpr = PARTITION // KEYS  # noqa: N806
     DIMS: tl.constexpr = BLOCK_D != HEAD_DIM  # noqa: N806
@@ -199,7 +199,6 @@ def _attend(  # type: ignore[no-untyped-def]
         part_stride = tokens.to(tl.int64) * heads
 
     for phase in tl.static_range(3):
-        MASKED: tl.constexpr = phase != 1  # noqa: N806
         if phase == 0:
             tile_from, tile_to = begin, clear
         elif phase == 1:
@@ -210,7 +209,7 @@ def _attend(  # type: ignore[no-untyped-def]
             for t in range(tile_from, tile_to):
                 n = t * KEYS + tl.arange(0, KEYS)
                 entry = tables + seq.to(tl.int64) * tables_seq + n // BLOCK_SIZE * tables_block
-                if MASKED:
+                if phase != 1:
                     inside = (n >= low) & (n < high)
                     block = tl.load(entry, mask=inside, other=0).to(tl.int64)
                     visible = inside[None, :]
@@ -223,7 +222,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 slot = (n % BLOCK_SIZE).to(tl.int64)
                 at_key = key_cache + kv_head * k_head + (block * k_block + slot * k_slot)[:, None] + d[None, :]
                 at_value = value_cache + kv_head * v_head + (block * v_block + slot * v_slot)[:, None] + d[None, :]
-                if MASKED:
+                if phase != 1:
                     there = inside[:, None] & (d < HEAD_DIM)[None, :]
                     k = tl.load(at_key, mask=there, other=0)
                 elif DIMS:
@@ -231,9 +230,20 @@ def _attend(  # type: ignore[no-untyped-def]
                 else:
                     k = tl.load(at_key)
                 x = tl.dot(q, tl.trans(k.to(QK)), input_precision="ieee")
+                # A partition is done with when the next one begins: not where it ends, as the product that adds to ``o`` there
+                # is not waited for yet.
+                if t % PER_PARTITION == 0 and t > begin:
+                    if SPLIT:
+                        at = part + ((t - 1) // PER_PARTITION % ring).to(tl.int64) * part_stride
+                        tl.store(part_sums + at, s, mask=real)
+                        tl.store(part_sums + ring.to(tl.int64) * part_stride + at, m, mask=real)
+                        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], o, mask=in_row)
+                    else:
+                        most, total, output = _fold(most, total, output, m, s, o)
+                    m, s, o = minus_infinity, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
                 if INT8:
                     at_scale = k_scale + block * k_scale_block + kv_head * k_scale_head + slot
-                    if MASKED:
+                    if phase != 1:
                         x = x * tl.load(at_scale, mask=inside, other=0.0)[None, :]
                     else:
                         x = x * tl.load(at_scale)[None, :]
@@ -244,7 +254,7 @@ def _attend(  # type: ignore[no-untyped-def]
                     x = tl.where(x < 0, -bounded, bounded) * cap
                 if ALIBI:
                     x = x - slope[:, None] * tl.abs(position[:, None] - n[None, :]).to(tl.float32)
-                if MASKED:
+                if phase != 1:
                     x = tl.where(visible, x, float("-inf"))
                 new = tl.maximum(m, tl.ceil(tl.max(x, 1)))
                 w = tl.exp2(x - _base(new)[:, None])
@@ -252,7 +262,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 m = new
                 s = s * a + tl.sum(w, 1)
                 o = o * a[:, None]
-                if MASKED:
+                if phase != 1:
                     v = tl.load(at_value, mask=there, other=0)
                 elif DIMS:
                     v = tl.load(at_value, mask=(d < HEAD_DIM)[None, :], other=0)
@@ -260,31 +270,22 @@ def _attend(  # type: ignore[no-untyped-def]
                     v = tl.load(at_value)
                 if INT8:
                     at_scale = v_scale + block * v_scale_block + kv_head * v_scale_head + slot
-                    if MASKED:
+                    if phase != 1:
                         w = tl.where(visible, w * tl.load(at_scale, mask=inside, other=0.0)[None, :], 0.0)
                     else:
                         w = w * tl.load(at_scale)[None, :]
-                elif MASKED:
-                    odd = (tl.abs(v.to(tl.float32)) < float("inf")) == 0
-                    if tl.max(tl.max(odd.to(tl.int32), 1), 0) > 0:
-                        # Who sees it gets infinity less infinity, and who does not gets zero.
-                        huge = tl.where(visible, 1e30, 0.0).to(WIDE)
-                        o = tl.dot(huge, tl.where(odd, 1e30, 0.0).to(WIDE), o, input_precision="ieee")
-                        o = tl.dot(huge, tl.where(odd, -1e30, 0.0).to(WIDE), o, input_precision="ieee")
-                        v = tl.where(odd, 0.0, v.to(tl.float32)).to(v.dtype)
+                elif phase != 1:
+                    # Where it has weight 0, a value that is not finite would make NaN, too.
+                    finite = tl.abs(v.to(tl.float32)) < float("inf")
+                    odd = tl.min(finite.to(tl.int32), 1) == 0
+                    w = tl.where(odd[None, :] & visible, float("nan"), w)
+                    v = tl.where(finite, v, 0.0)
                 o = tl.dot(w.to(PV), v.to(PV), o, input_precision="ieee")
-                whole = t % PER_PARTITION == PER_PARTITION - 1
-                if SPLIT:
-                    whole = whole | (t == end - 1)
-                if whole:
-                    if SPLIT:
-                        at = part + (t // PER_PARTITION % ring).to(tl.int64) * part_stride
-                        tl.store(part_sums + at, s, mask=real)
-                        tl.store(part_sums + ring.to(tl.int64) * part_stride + at, m, mask=real)
-                        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], o, mask=in_row)
-                    else:
-                        most, total, output = _fold(most, total, output, m, s, o)
-                    m, s, o = minus_infinity, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if SPLIT:
+        at = part + ((end - 1) // PER_PARTITION % ring).to(tl.int64) * part_stride
+        tl.store(part_sums + at, s, mask=real)
+        tl.store(part_sums + ring.to(tl.int64) * part_stride + at, m, mask=real)
+        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], o, mask=in_row)
     if not SPLIT:
         most, total, output = _fold(most, total, output, m, s, o)
         seen = position * 0 + kv_len
@@ -301,9 +302,10 @@ def _attend(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     part_sums, part_out, starts, lens, out, lse, sinks, out_token, out_head, lse_token, lse_head, num_seqs, ring, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr, AHEAD: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, SOME: tl.constexpr,  # noqa: N803
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Fold the partitions of one row, which a program of `_attend` each has left in scratch."""
+    """Fold the partitions of a token's rows, some heads, which programs of `_attend` have left in scratch."""
     row = tl.program_id(0)
     seq = _find(starts, num_seqs, row, 1, 1, 0)
     first_token = tl.load(starts + seq)
@@ -318,30 +320,29 @@ def _merge(  # type: ignore[no-untyped-def]
         high = tl.maximum(tl.minimum(kv_len, position + 1), 0)
     if WINDOW:
         low = tl.maximum(position - window + 1, 0)
-    heads = tl.num_programs(1).to(tl.int64)
     token = row.to(tl.int64)
-    one = tl.arange(0, 1)
-    head = tl.program_id(1).to(tl.int64) + one
-    part = token * heads + head
-    part_stride = tl.num_programs(0).to(tl.int64) * heads
+    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    real = head < HEADS
+    part = token * HEADS + head
+    part_stride = tl.num_programs(0).to(tl.int64) * HEADS
     d = tl.arange(0, BLOCK_D)
-    in_row = (one == 0)[:, None] & (d < HEAD_DIM)[None, :]
+    in_row = real[:, None] & (d < HEAD_DIM)[None, :]
 
-    most = tl.full([1], float("-inf"), tl.float32)
-    total, output = tl.zeros([1], tl.float32), tl.zeros([1, BLOCK_D], tl.float32)
+    most = tl.full([SOME], float("-inf"), tl.float32)
+    total, output = tl.zeros([SOME], tl.float32), tl.zeros([SOME, BLOCK_D], tl.float32)
     end = tl.cdiv(high, PARTITION)
     for some in range(low // PARTITION, end, AHEAD):
         for i in tl.static_range(AHEAD):
             at = part + ((some + i) % ring).to(tl.int64) * part_stride
-            there = some + i + one < end
+            there = real & (some + i < end)
             s = tl.load(part_sums + at, mask=there, other=0.0)
             m = tl.load(part_sums + ring.to(tl.int64) * part_stride + at, mask=there, other=float("-inf"))
             o = tl.load(part_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_row & there[:, None], other=0.0)
             most, total, output = _fold(most, total, output, m, s, o)
     _finish(
-        most, total, output, one * 0 + high > low, sinks + head if SINKS else sinks,
+        most, total, output, head * 0 + high > low, sinks + head if SINKS else sinks,
         out + token * out_token + head[:, None] * out_head + d[None, :],
-        lse + token * lse_token + head * lse_head if LSE else lse, in_row, one == 0, SINKS, LSE,
+        lse + token * lse_token + head * lse_head if LSE else lse, in_row, real, SINKS, LSE,
     )  # fmt: skip
 
 
@@ -369,7 +370,7 @@ def _device(index: int | None) -> tuple[int, int]:
     if index is None:
         return FEW_PROCESSORS, 2
     properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, 3 if properties.shared_memory_per_block_optin >= 160 << 10 else 2
+    return properties.multi_processor_count, 3 if properties.shared_memory_per_block_optin >= 200 << 10 else 2
 
 
 def num_splits(programs: int, partitions: int, processors: int) -> int:
@@ -461,12 +462,14 @@ def paged_attention(
             scale * log2_e if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * log2_e,
             group, head_dim, block_size, shape.rows, shape.keys, block_d, PARTITION,
             causal, window > 0, softcap is not None, slopes is not None, sinks is not None,
-            k_scale is not None, splits > 1, lse is not None, qk, pv, tl.float32 if pv == tl.float32 else tl.bfloat16,
+            k_scale is not None, splits > 1, lse is not None, qk, pv,
             num_warps=shape.warps, num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip
         if splits > 1:
-            _merge[tokens, heads](
+            # Few rows are shared out one by one; many give a program as much as it holds.
+            some = 1 if tokens * heads < 8 * processors else max(1, min(triton.next_power_of_2(heads), 1_024 // block_d))
+            _merge[tokens, triton.cdiv(heads, some)](
                 sums, parts, starts, lens, out, lse, sinks, *out_strides, num_seqs, ring, window,
-                head_dim, block_d, PARTITION, 8, causal, window > 0, sinks is not None, lse is not None,
-                num_warps=1 if block_d <= 128 else 4, enable_fp_fusion=False,
+                head_dim, block_d, PARTITION, min(8, triton.next_power_of_2(ring)), heads, some, causal, window > 0, sinks is not None, lse is not None,
+                num_warps=1 if some * block_d <= 256 else 4, enable_fp_fusion=False,
             )  # fmt: skip
