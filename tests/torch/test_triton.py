@@ -1,7 +1,8 @@
-"""The kernels of GPUs against the definition, in numpy and float64, and beside them what stands in for them in plain torch.
+"""The kernels of GPUs against the definition, in numpy and float64, and beside them what stands in for them in plain
+torch.
 
-Without a GPU Triton's interpreter runs the kernels, on shapes that are small enough for it: bfloat16 is multiplied in float32
-there. That they compile is another test.
+Without a GPU Triton's interpreter runs the kernels, on shapes that are small enough for it: bfloat16 is multiplied
+in float32 there. That they compile is another test.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 
 from leafkv.torch import eager  # noqa: E402
-
 from tests.attention import reference  # noqa: E402
 from tests.attention.test_attention import ALIBI, CAP, DTYPES, OPTIONS, SINKS, WINDOW, Batch, make, strided  # noqa: E402
 
@@ -39,6 +38,8 @@ if not GPU and not MISSING:
         MISSING = "triton was imported before its interpreter was asked for: these run in a process of their own, below"
 if not MISSING:
     from leafkv.torch import triton_attention, triton_store
+
+    SHAPE_OF = triton_attention.shape_of
 if not GPU and find_spec("triton"):
     os.environ.pop("TRITON_INTERPRET")
     if before is not None:
@@ -49,6 +50,8 @@ if not GPU and find_spec("triton"):
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton also looks when it runs a kernel
+        if not MISSING:  # it takes as long for a large tile as for a small one
+            monkeypatch.setattr(triton_attention, "shape_of", lambda *_, **__: triton_attention.Shape(64, 64, 4))
 
 
 OURS = pytest.param("triton", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))
@@ -67,7 +70,7 @@ def store_of(backend: str) -> ModuleType:
 
 
 def to_torch(array: NDArray[Any]) -> Any:
-    """The same memory on a CPU, a copy on a GPU; where strides are negative, whose arrays torch does not know, likewise."""
+    """The same memory on a CPU, a copy on a GPU; and of strides that torch does not know."""
     if array.dtype == np.uint16:
         return to_torch(array.view(np.int16)).view(torch.bfloat16)
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
@@ -84,7 +87,10 @@ def attend(backend: str, batch: Batch, dtype: str = "f32", **options: Any) -> tu
     """Outputs and logarithms of the sums, of queries in ``dtype``."""
     query = to_torch(batch.query).to(FLOATS[dtype])
     given: dict[str, Any] = {
-        **{"scale": query.shape[-1] ** -0.5, "causal": True, "sliding_window": None, "softcap": None},
+        "scale": query.shape[-1] ** -0.5,
+        "causal": True,
+        "sliding_window": None,
+        "softcap": None,
         **dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale")),
         **batch.scales,
         **options,
@@ -106,15 +112,15 @@ def check(got: tuple[NDArray[np.float32], ...], want: tuple[NDArray[np.float64],
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b[np.isfinite(b)]).max(initial=0)))
 
 
-SEQUENCES = [(1, 1), (40, 9), (300, 2)]
+SEQUENCES = [(40, 9), (300, 2)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_matches_the_definition(backend: str, dtype: str, options: dict[str, Any]) -> None:
-    if backend == "triton" and not GPU and dtype in ("f16", "bf16") and len(options) not in (0, 4):
-        pytest.skip("in the interpreter all options at once and none are enough")
+    if backend == "triton" and not GPU and dtype != "f32" and len(options) not in (0, 4):
+        pytest.skip("in the interpreter all options at once and none are enough for other dtypes than float32")
     batch = make(SEQUENCES, dtype)
     check(attend(backend, batch, **options), batch.want(**options))
 
@@ -126,7 +132,7 @@ def test_matches_the_definition(backend: str, dtype: str, options: dict[str, Any
     [("f16", "f16"), ("bf16", "bf16"), ("f16", "int8"), ("bf16", "int8"), ("f16", "bf16"), ("bf16", "f32")],
 )
 def test_queries_of_16_bits(backend: str, dtype: str, cache: str, options: dict[str, Any]) -> None:
-    batch = make([*SEQUENCES, (70, 40)], cache)
+    batch = make([(70, 40), (270, 1)], cache)
     batch = batch._replace(query=to_numpy(torch.from_numpy(batch.query).to(FLOATS[dtype])))
     coarse = dtype == "bf16" or (cache == "int8" and backend == "triton")
     check(attend(backend, batch, dtype, **options), batch.want(**options), 1e-2 if coarse else 1e-3)
@@ -177,9 +183,9 @@ def test_any_block_size(backend: str, block_size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 1), (28, 4), (71, 1)])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (71, 1)])
 def test_any_group_of_heads(backend: str, heads: tuple[int, int]) -> None:
-    batch = make([(20, 3), (280, 1)], heads=heads)
+    batch = make([(20, 3), (90, 1)], heads=heads)
     check(attend(backend, batch), batch.want())
 
 
@@ -209,7 +215,8 @@ def test_blocks_beyond_16_bits_and_elements_beyond_31(backend: str) -> None:
     assert np.prod(shape) > 2**31
     caches = [torch.empty(shape, dtype=torch.int8, device=DEVICE) for _ in "kv"]  # of which few pages are touched
     scales = [torch.empty(shape[:3], device=DEVICE) for _ in "kv"]
-    store_of(backend).write_kv(*[torch.ones((1, 8, 128), device=DEVICE)] * 2, *caches, torch.tensor([70_000 * 32 - 1], device=DEVICE), k_scale=scales[0], v_scale=scales[1])
+    ones, last = torch.ones((1, 8, 128), device=DEVICE), torch.tensor([70_000 * 32 - 1], device=DEVICE)
+    store_of(backend).write_kv(ones, ones, *caches, last, k_scale=scales[0], v_scale=scales[1])
     assert (caches[1][-1, :, -1] == 127).all()
     for cache, near in zip(caches, (batch.keys, batch.values), strict=True):
         cache[far:] = to_torch(near)
@@ -231,7 +238,10 @@ def test_rows_that_see_no_key_are_zero(backend: str) -> None:
     for causal in (True, False):
         batch = make([(0, 2), (3, 5), (0, 0)])
         out, lse = attend(backend, batch, causal=causal)
-        check((out, np.where(lse == -np.inf, 0, lse)), (batch.want(causal=causal)[0], np.where(lse == -np.inf, 0, batch.want(causal=causal)[1])))
+        want = batch.want(causal=causal)
+        np.testing.assert_allclose(out, want[0], rtol=0, atol=4e-6)
+        seen = lse != -np.inf
+        np.testing.assert_allclose(lse[seen], want[1][seen], rtol=0, atol=4e-6)
         empty = [0, 1, 2, 3] if causal else [0, 1]
         assert not out[empty].any()
         np.testing.assert_array_equal(np.unique(np.nonzero(lse == -np.inf)[0]), empty)
@@ -256,16 +266,17 @@ def test_what_a_row_does_not_see_does_not_reach_it(backend: str, dtype: str, cac
     for at, unseen in ((297, slice(0, 3)), (kv_len - rows - 287, slice(3, 6))):  # after three rows, before three rows
         for odd in (np.nan, np.inf):
             block, offset = batch.tables[0, at // 16], at % 16
-            keys, values, scales = batch.keys.copy(), batch.values.copy(), {k: v.copy() for k, v in batch.scales.items()}
+            keys, values = batch.keys.copy(), batch.values.copy()
+            scales = {name: scale.copy() for name, scale in batch.scales.items()}
             if cache == "int8":
                 scales["k_scale"][block, :, offset] = scales["v_scale"][block, :, offset] = odd
             else:
                 keys[block, :, offset] = values[block, :, offset, 3:] = odd
             changed = batch._replace(keys=keys, values=values, scales=scales)
-            for got, same in zip(attend(backend, changed, dtype, sliding_window=290), want, strict=True):
-                np.testing.assert_array_equal(got[unseen], same[unseen])
-                rest = np.delete(got, unseen, axis=0)
-                assert not np.isfinite(rest[..., 3:]).any()
+            got = attend(backend, changed, dtype, sliding_window=290)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(a[unseen], b[unseen])
+            assert not np.isfinite(np.delete(got[0], unseen, axis=0)[..., 3:]).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -285,38 +296,40 @@ def test_keys_that_are_not_finite(backend: str) -> None:
     np.testing.assert_allclose(lse[1], np.log(19), rtol=0, atol=1e-6)
 
 
-@pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def force(number: int) -> None:
-        monkeypatch.setattr(triton_attention, "num_splits", lambda *_: number)
-
-    yield force
+def chain(a: NDArray[Any], b: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """Products added up one after the other, as on a GPU; BLAS has other orders for other numbers of rows."""
+    total = np.zeros((len(a), b.shape[1]), dtype)
+    for i in range(len(b)):
+        total += a[:, i, None].astype(dtype) * b[i].astype(dtype)
+    return total
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize(
     ("dtype", "cache", "options"),
-    [("f32", "f32", ALL), ("f16", "f16", {}), ("bf16", "int8", WINDOW | {"sliding_window": 600}), ("f32", "int8", SINKS)],
+    [("f32", "f32", ALL), ("f16", "f16", {}), ("bf16", "int8", {"sliding_window": 400})],
+    ids=["f32", "f16", "int8"],
 )
 def test_a_row_is_bit_equal_alone_in_a_batch_in_chunks_and_in_any_splits(
-    dtype: str, cache: str, options: dict[str, Any], splits: Any
+    dtype: str, cache: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make([(700, 1), (700, 40), (20, 20)], cache, head_dim=32)
-    splits(1)
+    if not GPU:
+        monkeypatch.setattr(np, "matmul", chain)
+    batch = make([(530, 1), (530, 20), (20, 4)], cache, heads=(2, 1))
+    options = {name: x[[0, 2]] if isinstance(x, np.ndarray) else x for name, x in options.items()}
     together = attend("triton", batch, dtype, **options)
-    for number in (2, 3, 9):
-        splits(number)
+    for splits in (1, 2, 3):
+        monkeypatch.setattr(triton_attention, "num_splits", lambda *_, splits=splits: splits)
         for got, want in zip(attend("triton", batch, dtype, **options), together, strict=True):
             np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
-    splits(1)
-    # Rows 12 and the last one alone, and rows 5 to 30 as a chunk.
-    for first, end in ((12, 13), (40, 41), (5, 31)):
-        seen = 700 - (41 - end)
+    # A row alone, split, and some rows as a chunk.
+    for first, end, splits in ((13, 14, 3), (3, 9, 1)):
+        monkeypatch.setattr(triton_attention, "num_splits", lambda *_, splits=splits: splits)
         one = batch._replace(
             query=batch.query[first:end],
             tables=batch.tables[1:2],
             starts=np.array([0, end - first], np.int32),
-            lens=np.array([seen], np.int32),
+            lens=np.array([530 - (21 - end)], np.int32),
         )
         for got, want in zip(attend("triton", one, dtype, **options), together, strict=True):
             np.testing.assert_array_equal(got.view(np.uint32), want[first:end].view(np.uint32))
@@ -324,14 +337,28 @@ def test_a_row_is_bit_equal_alone_in_a_batch_in_chunks_and_in_any_splits(
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_both_shapes_of_16_bit_dtypes_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(np, "matmul", chain)
     batch = make([(200, 80), (30, 1)], "f16", heads=(2, 1), head_dim=32)
-    want = attend("triton", batch, "f16")
-    shapes = {many: triton_attention.shape_of(2, 32, many_rows=many) for many in (False, True)}
-    assert shapes[False] != shapes[True]
-    for shape in shapes.values():
+    shapes = [SHAPE_OF(2, 32, many_rows=many) for many in (False, True)]
+    assert shapes[0] != shapes[1]
+    results = []
+    for shape in shapes:
         monkeypatch.setattr(triton_attention, "shape_of", lambda *_, shape=shape, **__: shape)
-        for got, same in zip(attend("triton", batch, "f16"), want, strict=True):
-            np.testing.assert_array_equal(got, same)
+        results.append(attend("triton", batch, "f16"))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(GPU or bool(MISSING), reason=MISSING or "a GPU has compiled them")
+def test_the_kernels_compile_for_gpus() -> None:
+    if "nvidia" not in triton.backends.backends:
+        pytest.skip("this Triton has no backend for NVIDIA's GPUs")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.torch.compile_kernels"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -393,7 +420,8 @@ def test_write_kv_rounds_to_nearest_even(backend: str, dtype: str, given: str) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_write_kv_quantizes_each_token_and_head(backend: str, dtype: str) -> None:
-    key, value = (torch.from_numpy(x).to(FLOATS[dtype]) for x in np.random.default_rng(0).standard_normal((2, 6, 2, 8), np.float32))
+    new = np.random.default_rng(0).standard_normal((2, 6, 2, 8), np.float32)
+    key, value = (torch.from_numpy(x).to(FLOATS[dtype]) for x in new)
     key[0, 1], key[1, 0, 3], key[2, 0, 5], key[4] = 0, np.inf, np.nan, 1e-42 if dtype == "f32" else 1e-4
     value[3, 0] = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -127, 126.5])  # ties, of scale 1
     slots = np.array([33, 1, 0, 47, 16, -1])

@@ -1,11 +1,11 @@
-"""Paged attention, `write_kv` and `copy_blocks` in plain torch operations: any device, and what Triton is compared with.
+"""Paged attention, `write_kv` and `copy_blocks` in plain torch: any device, and what stands in for Triton.
 
 Sequences are padded to one length and gathered through their block tables, as many at a time as a budget of elements
 allows; arithmetic is in float32 (in TF32, where a process allows that for its products). What a row may not see is
 cleared, not multiplied by zero: 0 * NaN is NaN.
 
-Cost: KV is copied before it is read, and scores are written out. Without ``max_query_len`` the longest query is read from
-the device, which waits for it; with it nothing waits.
+Cost: KV is copied before it is read, and scores are written out. Without ``max_query_len`` the longest query is
+read from the device, which waits for it; with it nothing waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BUDGET = 1 << 25
 """Elements of gathered keys, or of scores, at a time: 128 MiB each."""
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0915
     query: Any,
     key_cache: Any,
     value_cache: Any,
@@ -143,7 +143,7 @@ def write_kv(
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """int8 nearest to the rows ``x`` [..., D], ties to even, and their float32 scales [...]: NaN where a row is not finite."""
+    """int8 nearest to the rows ``x`` [..., D], ties to even, and their scales [...]: NaN where a row is not finite."""
     x = x.float()
     scale = x.abs().amax(-1) / 127
     scale = scale.masked_fill(~x.isfinite().all(-1), torch.nan)

@@ -1,30 +1,32 @@
 """Paged attention on a GPU, in Triton: one mechanism for prefill, chunks, decoding and every mask.
 
 A program computes a tile of query rows of one KV head over a run of *partitions*: `PARTITION` consecutive absolute
-positions. A row is a pair of a new token and a head of the KV head's group, so K and V are read once for all of a group,
-whatever its size. Tiles are dealt out by what the host knows, the shapes; which sequence a tile belongs to it finds itself,
-by a binary search. Where there are fewer tiles than the GPU can hold, the partitions of a tile go to several programs
-(split-KV decoding), which leave each partition's maximum, sum and output in scratch, and a second kernel folds them.
+positions. A row is a pair of a new token and a head of the KV head's group, so K and V are read once for all of a
+group, whatever its size. Tiles are dealt out by what the host knows, the shapes; which sequence a tile belongs to
+it finds itself, by a binary search. Where there are fewer tiles than the GPU can hold, the partitions of a tile go
+to several programs (split-KV decoding), which leave each partition's maximum, sum and output in scratch, and a
+second kernel folds them.
 
 Invariants:
 
-* Partitions are reduced each by itself, from zero, and folded left to right: by whoever, so **the number of splits does not
-  enter a result**. Tiles of keys lie at absolute positions. Maxima are rounded up to whole powers of two, so to rescale
-  is exact, and a tile that a row does not see leaves the row's bits as they are.
-* **A row's output bits depend on its query, the options and its visible keys and values**, not on the batch beside it, the
-  blocks that the KV lies in, the chunks of its prompt or the splits, on one GPU and Triton and by dtype and head_dim: a row's
-  arithmetic is that of one shape of tile. (The larger of the two shapes of 16-bit dtypes is the smaller one twice, in twice the
-  warps, and each warp has the same rows and instructions: a test looks, on a GPU.) Nothing is promised across GPUs, or between a
-  GPU and a CPU.
-* What a row may not see cannot reach its result, not even as NaN or infinity, and what lies beyond a sequence, in its tables
-  or in its last block, is not read. A value that is not finite makes
-  NaN of its dimension for the rows that see it, or of all of the row.
-* No call waits for the device, or reads from it on the host; scratch comes from torch's allocator on the current stream. A call
-  may be captured in a CUDA graph, and serves any lengths up to ``max_kv_len`` (by default what the tables can hold).
+* Partitions are reduced each by itself, from zero, and folded left to right: by whoever, so **the number of splits
+  does not enter a result**. Tiles of keys lie at absolute positions. Maxima are rounded up to whole powers of two,
+  so to rescale is exact, and a tile that a row does not see leaves the row's bits as they are.
+* **A row's output bits depend on its query, the options and its visible keys and values**, not on the batch beside
+  it, the blocks that the KV lies in, the chunks of its prompt or the splits, on one GPU and Triton and by dtype and
+  head_dim: a row's arithmetic is that of one shape of tile. (The larger of the two shapes of 16-bit dtypes is the
+  smaller one twice, in twice the warps, and each warp has the same rows and instructions: a test looks, on a GPU.)
+  Nothing is promised across GPUs, or between a GPU and a CPU.
+* What a row may not see cannot reach its result, not even as NaN or infinity, and what lies beyond a sequence, in
+  its tables or in its last block, is not read. A value that is not finite makes NaN of its dimension for the rows
+  that see it, or of all of the row.
+* No call waits for the device, or reads from it on the host; scratch comes from torch's allocator on the current
+  stream. A call may be captured in a CUDA graph, and serves any lengths up to ``max_kv_len`` (by default what the
+  tables can hold).
 
-Dots of 16-bit queries over a cache of their dtype are in it, all others in float32 (not in TF32); an int8 cache's elements are
-multiplied as they are, keys in the query's dtype, values in bfloat16, their scales with scores and weights. Softmax and all
-sums are in float32.
+Dots of 16-bit queries over a cache of their dtype are in it, all others in float32 (not in TF32); an int8 cache's
+elements are multiplied as they are, keys in the query's dtype, values in bfloat16, their scales with scores and
+weights. Softmax and all sums are in float32.
 
 Cost: KV is read once for every tile of rows. Splits write and read 4 (head_dim + 2) bytes for each row and partition.
 """
@@ -35,10 +37,10 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
+import torch
 from leafkv.torch import eager
 from leafkv.torch.triton_store import narrow
 
@@ -51,7 +53,7 @@ MAX_HEAD_DIM = 512
 MAX_SCRATCH = 1 << 27
 """float32 elements that splits may leave, 512 MiB; a call that would need more is not split."""
 
-FEW_PROCESSORS = 8
+FEW_PROCESSORS = 1
 """The multiprocessors of what is no GPU."""
 
 
@@ -109,8 +111,10 @@ def _finish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find(starts, num_seqs, index, PER_ROW: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """The last sequence whose first tile is not after ``index``: tiles of a sequence begin at its starts[i] * PER_ROW // TILE + i * EXTRA."""
+def _find(  # type: ignore[no-untyped-def]
+    starts, num_seqs, index, PER_ROW: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """The last sequence that begins at ``index`` or before: the i-th at starts[i] * PER_ROW // TILE + i * EXTRA."""
     low = 0
     high = num_seqs
     while low < high:
@@ -123,7 +127,7 @@ def _find(starts, num_seqs, index, PER_ROW: tl.constexpr, TILE: tl.constexpr, EX
 
 
 @triton.jit(do_not_specialize=["num_seqs", "splits", "ring", "tokens", "window"])
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0912, PLR0915
     query, key_cache, value_cache, tables, starts, lens, out, lse, part_sums, part_out, slopes, sinks, k_scale, v_scale,
     query_token, query_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, v_scale_block, v_scale_head,
@@ -230,8 +234,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 else:
                     k = tl.load(at_key)
                 x = tl.dot(q, tl.trans(k.to(QK)), input_precision="ieee")
-                # A partition is done with when the next one begins: not where it ends, as the product that adds to ``o`` there
-                # is not waited for yet.
+                # A partition is done with where the next one begins, not where it ends: there the product that adds to
+                # ``o`` is not waited for yet.
                 if t % PER_PARTITION == 0 and t > begin:
                     if SPLIT:
                         at = part + ((t - 1) // PER_PARTITION % ring).to(tl.int64) * part_stride
@@ -300,15 +304,15 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_seqs", "ring", "window"])
 def _merge(  # type: ignore[no-untyped-def]
-    part_sums, part_out, starts, lens, out, lse, sinks, out_token, out_head, lse_token, lse_head, num_seqs, ring, window,
+    part_sums, part_out, starts, lens, out, lse, sinks, out_token, out_head, lse_token, lse_head,
+    num_seqs, ring, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr, AHEAD: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr, SOME: tl.constexpr,  # noqa: N803
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Fold the partitions of a token's rows, some heads, which programs of `_attend` have left in scratch."""
+    """Fold the partitions, left in scratch by programs of `_attend`, of some heads of one token."""
     row = tl.program_id(0)
     seq = _find(starts, num_seqs, row, 1, 1, 0)
-    first_token = tl.load(starts + seq)
     end_token = tl.load(starts + seq + 1)
     if row >= end_token:
         return
@@ -334,7 +338,7 @@ def _merge(  # type: ignore[no-untyped-def]
     for some in range(low // PARTITION, end, AHEAD):
         for i in tl.static_range(AHEAD):
             at = part + ((some + i) % ring).to(tl.int64) * part_stride
-            there = real & (some + i < end)
+            there = real & (head * 0 + some + i < end)
             s = tl.load(part_sums + at, mask=there, other=0.0)
             m = tl.load(part_sums + ring.to(tl.int64) * part_stride + at, mask=there, other=float("-inf"))
             o = tl.load(part_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_row & there[:, None], other=0.0)
@@ -347,7 +351,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def shape_of(dot_bytes: int, head_dim: int, *, many_rows: bool) -> Shape:
-    """Of dots of elements of so many bytes. ``many_rows``: there are enough rows for the larger one, where there are two."""
+    """Of dots of elements of so many bytes. ``many_rows``: there are enough for the larger one, where there are two."""
     if dot_bytes == 4:
         # Products in float32 have no tensor cores: rows that are not there cost as much as others.
         return Shape(16, 32 if head_dim <= 128 else 16, 4)
@@ -379,7 +383,7 @@ def num_splits(programs: int, partitions: int, processors: int) -> int:
 
 
 INTERPRETED = not isinstance(_attend, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels (``TRITON_INTERPRET``), which cannot multiply bfloat16: float32 stands for it."""
+"""Triton's interpreter (``TRITON_INTERPRET``) runs the kernels. It cannot multiply bfloat16: float32 stands for it."""
 
 
 def paged_attention(
@@ -467,9 +471,12 @@ def paged_attention(
         )  # fmt: skip
         if splits > 1:
             # Few rows are shared out one by one; many give a program as much as it holds.
-            some = 1 if tokens * heads < 8 * processors else max(1, min(triton.next_power_of_2(heads), 1_024 // block_d))
+            some = 1
+            if tokens * heads >= 8 * processors:
+                some = max(1, min(triton.next_power_of_2(heads), 1_024 // block_d))
             _merge[tokens, triton.cdiv(heads, some)](
                 sums, parts, starts, lens, out, lse, sinks, *out_strides, num_seqs, ring, window,
-                head_dim, block_d, PARTITION, min(8, triton.next_power_of_2(ring)), heads, some, causal, window > 0, sinks is not None, lse is not None,
+                head_dim, block_d, PARTITION, min(8, triton.next_power_of_2(ring)), heads, some,
+                causal, window > 0, sinks is not None, lse is not None,
                 num_warps=1 if some * block_d <= 256 else 4, enable_fp_fusion=False,
             )  # fmt: skip

@@ -1,18 +1,18 @@
 """`write_kv` and `copy_blocks` on a GPU.
 
-`write_kv` is one launch: a program stores the keys and values of some heads of one token, where they lie in a cache of any
-strides. Elements are rounded to nearest even; int8 is what `eager.quantize` makes of the row, bit for bit. Offsets are
-64-bit. Nothing waits for the device, so a launch may be captured in a CUDA graph.
+`write_kv` is one launch: a program stores the keys and values of some heads of one token, where they lie in a cache
+of any strides. Elements are rounded to nearest even; int8 is what `eager.quantize` makes of the row, bit for bit.
+Offsets are 64-bit. Nothing waits for the device, so a launch may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+import torch
 from leafkv.torch.eager import copy_blocks
 
 __all__ = ["copy_blocks", "write_kv"]
@@ -101,5 +101,5 @@ def write_kv(
             *key.stride()[:2], *value.stride()[:2], slots.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
             *scale_strides,
             heads, head_dim, key_cache.shape[2], block_h, block_d, k_scale is not None,
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
