@@ -51,7 +51,7 @@ class Data:
     case: Case
     dtype: Any
     query: Any
-    caches: list[tuple[Any, Any]]
+    caches: list[Any]  # pairs
     scales: list[dict[str, Any]]
     tables: Any
     starts: Any
@@ -108,16 +108,9 @@ def leafkv(data: Data) -> Call:
     options |= {"max_query_len": data.case.new, "max_kv_len": data.case.context}
 
     def call(layer: int) -> Any:
+        keys, values = data.caches[layer]
         triton_attention.paged_attention(
-            data.query,
-            *data.caches[layer],
-            data.tables,
-            data.starts,
-            data.lens,
-            out,
-            None,
-            **options,
-            **data.scales[layer],
+            data.query, keys, values, data.tables, data.starts, data.lens, out, None, **options, **data.scales[layer]
         )
         return out
 
@@ -214,8 +207,8 @@ def compare(case: Case, kind: str, names: list[str], rounds: int) -> list[str]:
         try:
             call = ENGINES[name](data)
             got = call(0)[case.new - 1].float()
-        except (ImportError, NotImplementedError, RuntimeError, torch.OutOfMemoryError) as error:
-            print(f"{case.name} {kind}: {name} left out: {' '.join(str(error).split())[:120]}", file=sys.stderr)
+        except (ImportError, NotImplementedError, RuntimeError, torch.OutOfMemoryError) as why:
+            print(f"{case.name} {kind}: {name} left out: {' '.join(str(why).split())[:120]}", file=sys.stderr)
             continue
         error = float((got - reference).abs().max())
         if not error < 0.02 * max(1.0, float(reference.abs().max())):

@@ -103,7 +103,7 @@ def assemble(kernel: Any, capability: int) -> str:
         # Several are there, for several generations of PTX.
         for assembler in sorted(folder.glob("ptxas*")):
             name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-            command = [assembler, "-v", "--gpu-name", name, source, "-o", Path(scratch, "kernel.cubin")]
+            command = [str(assembler), "-v", "--gpu-name", name, str(source), "-o", str(Path(scratch, "kernel.cubin"))]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return done.stderr

@@ -366,7 +366,12 @@ def test_known_lengths_change_nothing(backend: str) -> None:
     batch = make(SEQUENCES)
     wide = batch._replace(tables=np.concatenate([batch.tables, np.full_like(batch.tables, -1)], axis=1))
     want = attend(backend, batch)
-    for lengths in ({}, {"max_query_len": 9, "max_kv_len": 300}, {"max_query_len": 400, "max_kv_len": 10**6}):
+    known: list[dict[str, Any]] = [
+        {},
+        {"max_query_len": 9, "max_kv_len": 300},
+        {"max_query_len": 400, "max_kv_len": 10**6},
+    ]
+    for lengths in known:
         for got, same in zip(attend(backend, wide, **lengths), want, strict=True):
             np.testing.assert_allclose(got, same, rtol=0, atol=0 if backend == "triton" else 1e-6)
 

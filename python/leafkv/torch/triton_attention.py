@@ -31,6 +31,10 @@ weights. Softmax and all sums are in float32.
 Cost: KV is read once for every tile of rows. Splits write and read 4 (head_dim + 2) bytes for each row and partition.
 """
 
+# A kernel is not typed; its constants are in capitals.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
 from __future__ import annotations
 
 import math
@@ -66,19 +70,19 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _power(n):  # type: ignore[no-untyped-def]
+def _power(n):
     """2**n of whole numbers n up to 0, exactly; 0 below -126."""
     return ((tl.maximum(n, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _base(m):  # type: ignore[no-untyped-def]
+def _base(m):
     """What is taken from scores whose maximum is m: where there are none, any finite number will do."""
     return tl.where(m > float("-inf"), m, 0.0)
 
 
 @triton.jit
-def _fold(most, total, output, m, s, o):  # type: ignore[no-untyped-def]
+def _fold(most, total, output, m, s, o):
     """(most, total, output) with the next partition's (m, s, o) added: all products are exact, by powers of two."""
     both = tl.maximum(most, m)
     a, b = _power(most - _base(both)), _power(m - _base(both))
@@ -86,9 +90,9 @@ def _fold(most, total, output, m, s, o):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
+def _finish(
     most, total, output, seen, sinks, out, lse, out_mask, mask,
-    SINKS: tl.constexpr, LSE: tl.constexpr,  # noqa: N803
+    SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Divide by the sums, sinks included, and store. Of rows that saw keys, but none with a weight, this makes NaN."""
     empty = seen == 0
@@ -111,8 +115,8 @@ def _finish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find(  # type: ignore[no-untyped-def]
-    starts, num_seqs, index, PER_ROW: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,  # noqa: N803
+def _find(
+    starts, num_seqs, index, PER_ROW: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     """The last sequence that begins at ``index`` or before: the i-th at starts[i] * PER_ROW // TILE + i * EXTRA."""
     low = 0
@@ -127,19 +131,19 @@ def _find(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_seqs", "splits", "ring", "tokens", "window"])
-def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0912, PLR0915
+def _attend(  # noqa: PLR0912, PLR0915
     query, key_cache, value_cache, tables, starts, lens, out, lse, part_sums, part_out, slopes, sinks, k_scale, v_scale,
     query_token, query_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, v_scale_block, v_scale_head,
     tables_seq, tables_block, out_token, out_head, lse_token, lse_head,
     num_seqs, tokens, splits, ring, window, qk_scale, cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,  # noqa: N803
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,  # noqa: N803
-    INT8: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    INT8: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
-    PER_PARTITION: tl.constexpr = PARTITION // KEYS  # noqa: N806
-    DIMS: tl.constexpr = BLOCK_D != HEAD_DIM  # noqa: N806
+    PER_PARTITION: tl.constexpr = PARTITION // KEYS
+    DIMS: tl.constexpr = BLOCK_D != HEAD_DIM
     # The last tiles of a prompt see most keys, and begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -303,12 +307,12 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0912, PLR0915
 
 
 @triton.jit(do_not_specialize=["num_seqs", "ring", "window"])
-def _merge(  # type: ignore[no-untyped-def]
+def _merge(
     part_sums, part_out, starts, lens, out, lse, sinks, out_token, out_head, lse_token, lse_head,
     num_seqs, ring, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr, AHEAD: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr, SOME: tl.constexpr,  # noqa: N803
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr, AHEAD: tl.constexpr,
+    HEADS: tl.constexpr, SOME: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Fold the partitions, left in scratch by programs of `_attend`, of some heads of one token."""
     row = tl.program_id(0)
@@ -412,7 +416,8 @@ def paged_attention(
     ``max_query_len`` and ``max_kv_len``, if known, say how to share out the work; no row may lie beyond the latter.
     """
     tokens, heads, head_dim = query.shape
-    num_seqs, num_kv_heads, block_size = len(kv_lens), *key_cache.shape[1:3]
+    num_seqs = len(kv_lens)
+    num_kv_heads, block_size = key_cache.shape[1:3]
     if tokens == 0 or num_seqs == 0:
         return
     if head_dim > MAX_HEAD_DIM:

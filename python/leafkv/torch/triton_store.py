@@ -5,6 +5,10 @@ of any strides. Elements are rounded to nearest even; int8 is what `eager.quanti
 Offsets are 64-bit. Nothing waits for the device, so a launch may be captured in a CUDA graph.
 """
 
+# A kernel is not typed; its constants are in capitals.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +26,7 @@ ELEMENTS = 2_048
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def narrow(x, dtype: tl.constexpr):
     """``x``, float32, as ``dtype``, rounded to nearest even: also in Triton's interpreter, which cuts bfloat16 off."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -33,7 +37,7 @@ def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(new, cache, scales, mask, scale_mask, INT8: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _store(new, cache, scales, mask, scale_mask, INT8: tl.constexpr):
     x = tl.load(new, mask=mask, other=0.0)
     if INT8:
         x = x.to(tl.float32)
@@ -53,13 +57,13 @@ def _store(new, cache, scales, mask, scale_mask, INT8: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _write_kv(  # type: ignore[no-untyped-def]
+def _write_kv(
     key, value, key_cache, value_cache, k_scale, v_scale, slots,
     key_token, key_head, value_token, value_head, slots_token,
     k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, v_scale_block, v_scale_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * slots_token)
