@@ -41,10 +41,10 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-import torch
 from leafkv.torch import eager
 from leafkv.torch.triton_store import narrow
 

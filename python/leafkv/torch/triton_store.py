@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-import torch
 from leafkv.torch.eager import copy_blocks
 
 __all__ = ["copy_blocks", "write_kv"]
