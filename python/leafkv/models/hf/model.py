@@ -88,12 +88,17 @@ class _Step:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Options, _: Tensor | None
     ) -> Tensor:
-        # [1, heads, T, head_dim] as transformers transposes them: made of [T, heads, head_dim], so nothing is copied.
-        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        query, key, value = map(_rows, (query, key, value))
         self.cache.write(layer, key, value, self.slots)
         keys, values = self.cache.layer(layer)
         attended: Tensor = self.plan.attend(query, keys, values, **self.cache.scales(layer), **options)
         return attended[None]
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[1, heads, T, head_dim] as [T, heads, head_dim], in place: a head's elements are neighbours in all likelihood."""
+    rows = heads[0].transpose(0, 1)
+    return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
 @contextmanager
