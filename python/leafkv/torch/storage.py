@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from leafkv.errors import InvalidInputError
 from leafkv.kv.memory import available_memory
-from leafkv.kv.storage import NumpyStorage
 from leafkv.torch.functions import copy_blocks, write_kv
 from leafkv.torch.transfer import to_device
 
@@ -38,8 +38,8 @@ class TorchStorage:
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """A new tensor."""
         if self.on_cpu:
-            array = NumpyStorage.zeros(shape, dtype)
-            return torch.from_numpy(array.view(np.int16) if dtype == "bfloat16" else array).view(DTYPES[dtype])
+            of = DTYPES[dtype]
+            return torch.from_numpy(np.zeros(math.prod(shape) * of.itemsize, np.uint8)).view(of).view(shape)
         return torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
 
     @staticmethod
