@@ -17,7 +17,7 @@ export PYTHON_FREE_THREADED
 # The toolchain of this checkout, wherever an outer virtual environment points.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME
 
-.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving bench-scheduler soak dev format fuzz asan clean
+.PHONY: demo test lint test-rust test-python test-torch test-free-threaded wheels bench bench-kv-manager bench-attention bench-serving bench-scheduler bench-gpu soak dev format fuzz asan clean
 
 ## demo: generate text with the embedded model, and show what the prefix cache saves
 demo: $(VENV)/.demo
@@ -74,6 +74,11 @@ bench-scheduler: $(VENV)/.bench
 	mkdir -p target
 	$(BIN)/python -m benches.scheduler_cost --cache $(SERVING_CACHE) --rounds $(ROUNDS) --folder target --json target/scheduler.json
 	$(BIN)/python -m benches.report_scheduler target/scheduler.json
+
+## bench-gpu: attention on a GPU, beside the device's limits and other engines; without a GPU it says so
+bench-gpu:
+	$(MAKE) VENV=.venv-torch .venv-torch/.torch
+	.venv-torch/bin/python -m benches.gpu_attention
 
 ## test-free-threaded: the KV manager, attention and a model's operations on free-threaded Python, from its wheel
 test-free-threaded: $(VENV)/.dev
