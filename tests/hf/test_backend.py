@@ -15,10 +15,7 @@ transformers = pytest.importorskip("transformers")
 from leafkv import LLM, AsyncEngine, InvalidInputError, JournalError, ModelLoadError, SamplingParams  # noqa: E402
 from leafkv.cli.app import app  # noqa: E402
 from leafkv.models import LoadedModel, load_model  # noqa: E402
-from leafkv.models.gguf import GGUFFile  # noqa: E402
-from leafkv.models.loader import embedded_model  # noqa: E402
 
-from ..engine.test_reference_greedy import GREEDY, ITEMS, PROMPTS, drained  # noqa: E402
 from ..models.tiny import CONFIGS, write_hf  # noqa: E402
 from .models import tiny  # noqa: E402
 
@@ -38,47 +35,6 @@ def expected(directory: Path) -> tuple[list[int], str]:
     """What our own code gives."""
     answer = LLM(directory, num_blocks=64).generate([TEXT], SHORT)[0].outputs[0]
     return answer.token_ids, answer.text
-
-
-def smollm2() -> Any:
-    """The embedded model as transformers has it, weights widened exactly."""
-    config, file = load_model().config, GGUFFile(embedded_model())
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rms_norm_eps=config.rms_norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                tie_word_embeddings=config.tie_word_embeddings,
-                bos_token_id=config.bos_token_id,
-                eos_token_id=[*config.eos_token_ids],
-            )
-        )
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
-    weights = {name: torch.from_numpy(file.read(name).to_float32().copy()) for name in file.places}
-    model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    return model
-
-
-def test_the_embedded_model_gives_the_tokens_of_the_reference() -> None:
-    tokenizer = load_model().tokenizer
-    llm = LLM(smollm2(), **{**OPTIONS, "num_threads": None}, tokenizer=tokenizer)
-    for item, output in zip(ITEMS, llm.generate(PROMPTS, GREEDY), strict=True):
-        assert output.prompt_token_ids == item["prompt_ids"]
-        assert output.outputs[0].token_ids == item["generated_ids"], item["prompt"]
-        assert output.outputs[0].text == tokenizer.decode(item["generated_ids"])
-    assert drained(llm)
-    for item, output in zip(ITEMS, llm.generate(PROMPTS, SHORT), strict=True):  # from the prefix cache
-        assert output.num_cached_tokens == len(item["prompt_ids"]) - 1
-        assert output.outputs[0].token_ids == item["generated_ids"][:12]
 
 
 def test_a_directory_gives_what_our_own_code_gives(directory: Path, expected: tuple[list[int], str]) -> None:
