@@ -146,7 +146,7 @@ def build(model: Any, args: EngineArgs) -> Built:
     num_blocks = args.num_blocks
     if num_blocks is None:
         most = args.max_num_seqs * -(-max_model_len // block_size)
-        available = storage_of(**{"backend": "numpy", "device": "cpu", **place}).available()
+        available = storage_of(**place).available()
         size = size_from_memory(KVCache.nbytes_of_block(*shape), max_blocks=most, available=available)
         log.logger.info("KV cache: %s", size)
         num_blocks = size.num_blocks

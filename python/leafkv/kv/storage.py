@@ -68,7 +68,7 @@ class NumpyStorage:
         return array.view(np.float32)
 
 
-def storage_of(backend: str, device: Any) -> Storage:
+def storage_of(backend: str = "numpy", device: Any = "cpu") -> Storage:
     """The storage of a backend on a device.
 
     Raises:

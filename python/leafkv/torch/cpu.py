@@ -17,9 +17,9 @@ def as_array(tensor: Tensor) -> Any:
     return tensor.detach().numpy()
 
 
-def as_arrays(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
-    """Those that are tensors, as arrays."""
-    return {name: None if tensor is None else as_array(tensor) for name, tensor in tensors.items()}
+def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that are tensors as arrays, the others as they are."""
+    return {name: as_array(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 def paged_attention(
@@ -31,19 +31,12 @@ def paged_attention(
     kv_lens: Tensor,
     out: Tensor,
     lse: Tensor | None = None,
-    *,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     **options: Any,
 ) -> None:
     """`leafkv.paged_attention` into ``out`` and ``lse``."""
     arrays = map(as_array, (query, key_cache, value_cache, block_tables, query_starts, kv_lens))
-    per_head = as_arrays({"alibi_slopes": alibi_slopes, "sinks": sinks})
-    scales = as_arrays({"k_scale": k_scale, "v_scale": v_scale})
-    options |= {**per_head, **scales, "out": as_array(out), "return_lse": lse is not None}
-    keep(_core.paged_attention(*arrays, **options), lse)
+    options |= {"out": out, "return_lse": lse is not None}
+    keep(_core.paged_attention(*arrays, **as_arrays(options)), lse)
 
 
 def keep(result: Any, lse: Tensor | None) -> None:
@@ -52,19 +45,9 @@ def keep(result: Any, lse: Tensor | None) -> None:
         lse.copy_(torch.from_numpy(result[1]))
 
 
-def write_kv(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, **scales: Any) -> None:
     """`leafkv.write_kv`."""
-    arrays = map(as_array, (key, value, key_cache, value_cache, slots))
-    _core.write_kv(*arrays, **as_arrays({"k_scale": k_scale, "v_scale": v_scale}))
+    _core.write_kv(*map(as_array, (key, value, key_cache, value_cache, slots)), **as_arrays(scales))
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:

@@ -114,8 +114,8 @@ class AttentionPlan:
             raise InvalidInputError(f"query: expected a tensor on {self.device}, as planned, got one on {query.device}")
         out, lse = result_of(query, out, return_lse)
         if self._step is None:
-            options |= cpu.as_arrays({**layer, **tensors, "out": out}) | {"return_lse": return_lse}
-            cpu.keep(self._core.attend(**options), lse)
+            arguments = {**layer, **tensors, **options, "out": out, "return_lse": return_lse}
+            cpu.keep(self._core.attend(**cpu.as_arrays(arguments)), lse)
         else:
             self._check_shapes(query, key_cache)
             gpu.paged_attention(**layer, **self._step, out=out, lse=lse, **tensors, **options)

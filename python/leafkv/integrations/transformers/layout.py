@@ -17,9 +17,7 @@ from transformers import Cache
 
 from leafkv.errors import InvalidInputError
 from leafkv.models.hf.attention import NAME
-
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Of a configuration's ``layer_types``: those that see tokens up to their own, all or the last ones."""
+from leafkv.models.hf.features import KNOWN_LAYERS, ropes_of
 
 ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 """Types of RoPE whose frequencies change once a text is long: keys of its first tokens depend on what follows."""
@@ -64,7 +62,7 @@ def read_layout(decoder: Any) -> ModelLayout:
         InvalidInputError: blocks cannot hold it; the message names what.
     """
     config = decoder.config.get_text_config(decoder=True)
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
     if others:
         raise _refused(decoder, f"layers of type {', '.join(others)}")
     for name in ("use_bidirectional_attention", "attention_chunk_size"):
@@ -135,8 +133,7 @@ def cache_keyword(decoder: Any) -> str:
 
 
 def _length_limit(config: Any) -> int | None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+    for parameters in ropes_of(config):
         if parameters.get("rope_type") in ROTATIONS_BY_LENGTH:
             named = parameters.get("original_max_position_embeddings")
             limit = named or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings

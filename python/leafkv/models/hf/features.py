@@ -21,7 +21,7 @@ from leafkv.models.hf import attention
 from leafkv.models.hf.attention import Options
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention")
-"""Of a configuration's ``layer_types``."""
+"""Of a configuration's ``layer_types``: those that see tokens up to their own, all or the last ones."""
 
 REFUSED: dict[str, str] = {
     "is_encoder_decoder": "an encoder and a decoder",
@@ -93,12 +93,16 @@ def context_of(config: Any) -> int:
     """
     text = config.get_text_config(decoder=True)
     context = check_int("max_position_embeddings", getattr(text, "max_position_embeddings", None))
-    parameters = getattr(text, "rope_parameters", None) or {}
-    each = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else (parameters,)
-    for rope in each:
+    for rope in ropes_of(text):
         if rope.get("rope_type") == "longrope":
             context = min(context, check_int("original_max_position_embeddings", original_context(text, rope)))
     return context
+
+
+def ropes_of(text: Any) -> list[dict[str, Any]]:
+    """The parameters of a decoder's RoPE, or of each of them, where types of layers have one of their own."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
 
 
 def original_context(text: Any, rope: dict[str, Any]) -> Any:
